@@ -5,8 +5,9 @@
     agreement           run_and_wait, on_rank0, sums over ranks, comparisons of ranks
     the record of a run Run, which cli/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
-    training state      TrainState: the model in training and the other tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them; RunLock keeps a directory to one run
+    training state      TrainState: clips gradients, steps the optimizer, yields the tensors of a checkpoint
+    checkpoints         Checkpoints writes and restores them, find_checkpoint of cli/run.py chooses one;
+                        RunLock keeps a directory to one run
     around a step       start_run, due_after, StopVote, Metrics, evaluate, sample, end_run
 
 The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
@@ -1321,7 +1322,7 @@ class Checkpoints:
         self._newest: Path | None = None  # its file
         self.files: dict[int, Path] = {}  # those that there were at the start, by step
         self.log: monitor.RunLog | None = None  # which chooses the best, see start_run
-        self._unlinked = set()  # steps that were best, but best.pt is no link to them; right on rank 0
+        self._unlinked = set()  # steps that were best and are not in best.pt; right on rank 0
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
         """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
@@ -1384,7 +1385,7 @@ class Checkpoints:
             left = {at: loss for at, loss in losses.items() if at <= step and at in files and loss < math.inf}
             lowest = min(left, key=left.get, default=marked)
             if lowest != marked and (marked in left or not best.exists()):
-                self._link(best, files[lowest], lowest)
+                self._link(best, files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
         """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
@@ -1400,9 +1401,12 @@ class Checkpoints:
         # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
+        of_rank0 = [self.lost(), self._unlinked]
+        dist.broadcast_object_list(of_rank0, src=0)  # on_rank0 needs the store, which ends with torchrun
+        lost, unlinked = of_rank0
         if self.log:
-            self.log.evaluations |= dict.fromkeys(on_rank0(lambda: self._unlinked), math.inf)
-        if any(reduce_sum([self.lost()], world)):  # before anything is written there
+            self.log.evaluations |= dict.fromkeys(unlinked, math.inf)
+        if lost:  # before anything is written there
             raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
                             "ends without a checkpoint: give each run its own --out; one that was moved "
                             "resumes with --out and its new name.")
@@ -1435,9 +1439,9 @@ class Checkpoints:
         If that fails, or there is no checkpoint because the save failed or the update was skipped, the
         next save makes the log forget that the step was best.
         """
-        self._unlinked.add(step)  # until the link is there
+        self._unlinked.add(step)
         if self.world.is_rank0 and self.saved_step == step:
-            self._submit(self._link, self.directory / "best.pt", self._newest, step)
+            self._submit(self._link, self.directory / "best.pt", self._newest)
 
     def close(self):
         """Waits until everything is written. Raises RunError if the last checkpoint was not."""
@@ -1475,7 +1479,7 @@ class Checkpoints:
             text += f"; removed {old.name}"
         self.say(text)
 
-    def _link(self, best: Path, source: Path, step: int):
+    def _link(self, best: Path, source: Path):
         if not source.exists():  # its save failed, and said so
             return
         temporary = self.directory / ".tmp-best.pt"
@@ -1485,9 +1489,9 @@ class Checkpoints:
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
         os.replace(temporary, best)
+        self._unlinked.discard(step_of(source))
         temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
         fsync_directory(self.directory)
-        self._unlinked.discard(step)
 
 
 def wait_for_writing():

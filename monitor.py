@@ -9,7 +9,7 @@ In this file, and who calls it:
 
     what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
     the code of a run        its copies in the run directory, its changes, its commit: ddp_utils and weights/
-    the log                  RunLog: the trainers, through ddp_utils
+    the log                  RunLog, and step_line, the line of a step: the trainers, through ddp_utils
 """
 
 import filecmp

@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> Command:
     command = parse_flags(parser, HRMConfig, SIZES, argv)
     if "bp_steps" in command.given:
         command.given["bp_cycles"] = 0
-    elif "bp_cycles" in command.given:  # of a run that begins again
+    elif command.given.get("bp_cycles"):  # counts instead of the --bp-steps of a run that goes on
         command.given["bp_steps"] = None
     return command
 

@@ -1,5 +1,6 @@
 """The flags that all trainers share, and those of a model's configuration. Which of them may change when a
-run resumes, and which are refused together, is in cli/run.py; --optimizer is chosen in model.py.
+run resumes, and which are refused together (refuse_together), is in cli/run.py; weights/use.py refuses those
+of --prompt and --export. --optimizer is chosen in model.py.
 """
 
 import itertools

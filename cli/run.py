@@ -248,15 +248,10 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
         return weights, missing, args, out, find_checkpoint(out, args, world, model_class.__name__)
 
     weights, missing, args, out, saved = look()
-    begun = None if saved else on_rank0(begun_with, out, args, trainer.name)
+    begun = None if saved else on_rank0(begun_with, out, args, trainer.name, command.given)
     if begun:
-        if command.given.get("data", begun.get("data")) != begun.get("data"):
-            begun = {name: value for name, value in begun.items()
-                     if FLAGS.get(name) != OF_DATA and name != "tokenizer"}
         command = replace(command, given=begun | command.given)
         weights, missing, args, out, saved = look()  # it may branch off from a checkpoint
-    elif command.given.keys() == {"out"} and not saved and world.is_rank0 and (out / "checkpoints").is_dir():
-        say(f"WARNING: {out} does not say how its run was begun, so this one has the default flags")
     if missing and not saved:
         raise missing
     if saved:
@@ -275,15 +270,18 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     constants = {name: value for name, value in constants.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     began = saved["settings"]["began"] if saved else f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
-    given = {name: value for name, value in command.given.items()
-             if FLAGS.get(name) != NEW or name in ("tokenizer", "resume")}
+    kept = ("tokenizer", "resume", "wanted_batch", "largest_batch")
+    given = {name: value for name, value in command.given.items() if FLAGS.get(name) != NEW or name in kept}
     return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
                command.rows.get(args.size, {}), given, out, saved, began)
 
 
-def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
+def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
     """The flags with which a run began that was killed before its first checkpoint. Raises UserError if
     another trainer began it, or if something of an earlier run should stay.
+
+    If `given` names other data, flags of the data are left out. --batch, --grad-accum and --global-batch may
+    not divide among other processes, so the batches that they led to take their place.
     """
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
@@ -294,13 +292,17 @@ def begun_with(out: Path, args: Namespace, trainer: str) -> dict:
     begun, settings = config.get("given"), config.get("settings")
     if args.resume != "auto" or not isinstance(begun, dict) or not isinstance(settings, dict):
         return {}
-    if settings.get("trainer") != trainer:
-        raise UserError(f"{settings.get('trainer')} has begun a run in {out}: give another --out, or begin "
-                        "there with --resume none.")
+    if settings["trainer"] != trainer:
+        raise UserError(f"{settings['trainer']} has begun a run in {out}: give another --out, or begin there "
+                        "with --resume none.")
     say(f"{out} has no checkpoint yet: beginning again with the flags that it was begun with")
-    begun = {name: value for name, value in begun.items() if FLAGS.get(name) != PLANNED}
-    batches = {"wanted_batch": settings.get("global_batch"), "largest_batch": settings.get("largest_batch")}
-    return begun | {name: size for name, size in batches.items() if size}
+    if given.get("data", settings["data"]) != settings["data"]:
+        begun = {name: value for name, value in begun.items()
+                 if FLAGS.get(name) != OF_DATA and name != "tokenizer"}
+    if PLANNED in map(FLAGS.get, begun):
+        begun = {name: value for name, value in begun.items() if FLAGS.get(name) != PLANNED}
+        begun |= {"wanted_batch": settings["global_batch"], "largest_batch": settings["largest_batch"]}
+    return begun
 
 
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:

@@ -1,4 +1,4 @@
-"""From a source to a directory of shards."""
+"""From a source to a directory of shards. After a kill it goes on where ShardWriter of packing.py was."""
 
 import contextlib
 import errno

@@ -107,8 +107,9 @@ def check_lost_best(world: World) -> None:
         checkpoints.save(1, state, {"loss": 2.5, "settings": {"steps": 9}})
         checkpoints.mark_best(1)
         futures.wait(checkpoints.unwritten)
-        with mock.patch.object(ddp_utils, "fsync_directory", side_effect=OSError("full")):
-            checkpoints.save(2, state, {"loss": 2.5, "settings": {"steps": 9}})
+        checkpoints.save(2, state, {"loss": 2.5, "settings": {"steps": 9}})
+        futures.wait(checkpoints.unwritten)
+        with mock.patch.object(os, "replace", side_effect=OSError("full")):
             checkpoints.mark_best(2)
             futures.wait(checkpoints.unwritten)
         for step in (3, 4):  # their updates were skipped

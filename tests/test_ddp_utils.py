@@ -369,7 +369,7 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
     save(tmp_path, world, make_state(world), (1,))
     checkpoints = Checkpoints(tmp_path, world, 3, print)
     for _ in range(2):
-        checkpoints._link(checkpoints.directory / "best.pt", list_checkpoints(tmp_path)[0], 1)
+        checkpoints._link(checkpoints.directory / "best.pt", list_checkpoints(tmp_path)[0])
         names = {path.name for path in checkpoints.directory.iterdir()}
         assert names == {"best.pt", list_checkpoints(tmp_path)[0].name}
 

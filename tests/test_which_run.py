@@ -37,6 +37,7 @@ from cli.run import FLAGS
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
 from model import GPT2Config
+from monitor import read_config
 from prepare import command as prepare_command
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
@@ -671,6 +672,8 @@ def test_a_run_without_a_checkpoint_begins_again_on_other_processes(tmp_path, sh
     again = fork(2, GPT2.script, "--out", out)
     assert again.code == 0, again.out
     assert [r["tokens"] for r in steps_of(out)] == [r["tokens"] for r in steps_of(whole)]
+    given = read_config(out)["given"]
+    assert given["wanted_batch"] == 6 and "global_batch" not in given  # so that a third start has six, too
 
 
 def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, shards, monkeypatch):
@@ -686,16 +689,28 @@ def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, 
 
 def test_what_is_no_record_of_a_run_is_none(tmp_path):
     """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
-    args = Namespace(resume="auto")
-    config = {"settings": {"trainer": "train_gpt2.py"}, "given": {"lr": 0.5, "batch": 4}}
-    for text in ("", "{}", "[1]", json.dumps(config)):
+    settings = {"trainer": "train_gpt2.py", "data": "here", "global_batch": 15, "largest_batch": 5}
+    lr, tokens = {"lr": 0.5}, {"tokenizer": "bytes", "max_tokens": 9}
+    sizes = {"wanted_batch": 15, "largest_batch": 5}
+
+    def begun(text, given=None, resume="auto"):
         (tmp_path / "config.json").write_text(text)
-        found = cli.run.begun_with(tmp_path, args, "train_gpt2.py")
-        assert found == ({"lr": 0.5} if text == json.dumps(config) else {}), text
-    assert cli.run.begun_with(tmp_path, Namespace(resume="none"), "train_gpt2.py") == {}
+        return cli.run.begun_with(tmp_path, Namespace(resume=resume), "train_gpt2.py", given or {})
+
+    def config(given):
+        return json.dumps({"settings": settings, "given": given})
+
+    for text in ("", "{}", "[1]", '{"settings": [], "given": []}'):
+        assert begun(text) == {}, text
+    assert begun(config(lr)) == lr  # a size or a row may have another batch by now
+    assert begun(config(lr | sizes | {"wanted_batch": 16})) == lr | sizes | {"wanted_batch": 16}
+    assert begun(config(lr | {"batch": 4})) == lr | sizes
+    assert begun(config(tokens), {"data": "here"}) == tokens
+    assert begun(config(tokens), {"data": "other"}) == {}
+    assert begun(config(lr), resume="none") == {}
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="to go on from, but hf, which should stay: give another --out"):
-        cli.run.begun_with(tmp_path, args, "train_gpt2.py")
+        begun(config(lr))
 
 
 # ---------------------------------------------------------------------------------------- the table of flags
