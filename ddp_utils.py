@@ -26,7 +26,6 @@ import math
 import operator
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -93,11 +92,10 @@ from data import (
     validation_batches,
     why_not_made,
 )
-from loggers.machine import machine_curves
+from loggers.machine import hardware, machine_curves, memory_gb
 from loggers.mfu import MFU
 from loggers.start import loggers_of, say_plan
 from model import blocks_of, compute_dtype, copied_buffers, num_params, use_device
-from monitor import GB, MB
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA
 from ops.flash_attention_4 import take
@@ -351,19 +349,6 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
         backend = "nccl" if has_nccl else "gloo"
     return chosen, backend
-
-
-def hardware(device: torch.device) -> str:
-    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
-    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
-
-
-def memory_gb(device) -> float:
-    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
-    return peak / (GB if sys.platform == "darwin" else MB)
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:

@@ -30,9 +30,6 @@ from tqdm import tqdm  # comes with datasets
 from cli.errors import FAULTS, UserError, access, first_line, run_command, say
 from data import read_json, write_atomically
 
-GB = 2**30
-MB = 2**20
-
 
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:
     """Formats the values that are present and not None, in the order of `formats`."""

@@ -25,7 +25,8 @@ from cli.errors import HOST, RunError, UserError, first_line, say
 from cli.parser import ArgumentParser, bounded, expanded, flag_group
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset
-from ddp_utils import World, all_gather, hardware, init, launch, run_and_wait
+from ddp_utils import World, all_gather, init, launch, run_and_wait
+from loggers.machine import hardware
 
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 

@@ -52,7 +52,6 @@ from ddp_utils import (
     assert_same,
     bit_sum,
     build_model,
-    code_trained_with,
     config_of,
     connect,
     copy_weights,
@@ -139,12 +138,6 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     flags |= {name: given.get(name) for name, kind in FLAGS.items()
               if kind == PLANNED or kind == OF_DATA and saved and not own_data}
     flags["wanted_batch"] = given.get("wanted_batch", recipe["global_batch"])
-    for action in command.parser._actions:
-        value = (recipe | given).get(action.dest)
-        named = action.choices and action.dest not in ("size", "precision")  # which have names beside these
-        if named and value not in (None, *action.choices):
-            raise UserError(f"{record['path']} says {action.dest} {value}, which is gone: use "
-                            f"{code_trained_with(record['path'])}, or train again in another --out.")
     sources = sources_of(flags["data"])
     length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]

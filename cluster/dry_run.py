@@ -112,18 +112,6 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
             "other": averaged + late, "activations": activations}  # the first late: copies
 
 
-def pinned_bytes(model: nn.Module, args: Namespace) -> int:
-    """Bytes of host memory that rank 0 pins for its copies of what a checkpoint holds, if that lies on a GPU.
-    torch rounds each up to a power of two.
-    """
-    def rounded(numbers: int) -> int:
-        return 1 << (4 * numbers - 1).bit_length()
-
-    muon = {*hidden_matrices(model)} if args.optimizer == "muon" else ()
-    late = 2 * rounded(num_params(model)) if args.comm == "late" else 0
-    return late + sum((2 + (p not in muon) + (args.ema > 0)) * rounded(p.numel()) for p in model.parameters())
-
-
 USABLE = {"cuda": 0.92, "cpu": 0.85}  # of a process's memory; the rest: libraries, fragmentation
 
 
@@ -197,9 +185,10 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
         numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
         say(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
-    copies = pinned_bytes(model, args) / 1e9 if gpus else file
+    twice = gpus and f" to {2 * file:.2f}" or ""  # torch rounds pinned memory up to powers of two
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
-        f"{args.keep_last}, the best and the one being written, and {copies:.2f} GB of rank 0's host memory")
+        f"{args.keep_last}, the best and the one being written, and {file:.2f}{twice} GB of rank 0's host "
+        "memory")
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
     ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))

@@ -1,12 +1,17 @@
 """The machine: CPU, RAM, disk, network and GPUs."""
 
 import re
+import resource
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from cli.errors import FAULTS, first_line
-from monitor import GB, MB, format_known
+from monitor import format_known
+
+GB = 2**30
+MB = 2**20
 
 
 def why_not(package: str, error: BaseException) -> str:
@@ -48,6 +53,22 @@ def machine_curves(suffix: str = "") -> dict[str, float]:
         with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
             values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
+
+
+def hardware(device) -> str:
+    """The name and size of a GPU, a torch device, or "CPU"."""
+    import torch
+    gpu = device.type == "cuda" and torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" if gpu else "CPU"
+
+
+def memory_gb(device) -> float:
+    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
+    import torch
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in kB elsewhere
+    return peak / (GB if sys.platform == "darwin" else MB)
 
 
 def network_traffic() -> tuple[int, int]:

@@ -37,7 +37,7 @@ def loggers_of(run, log) -> list:
 
 def say_plan(run, state, log, machines: Counter, compiled: bool):
     """Prints what will be trained, where, how and on what. `machines` counts the processes by what
-    ddp_utils.hardware says of theirs; `compiled` is whether blocks are.
+    loggers.machine.hardware says of theirs; `compiled` is whether blocks are.
     """
     world, dataset = run.world, run.dataset
     settings = log.settings

@@ -1,9 +1,7 @@
 """Curves for TensorBoard."""
 
-import time
 from contextlib import suppress
 from statistics import fmean
-from types import SimpleNamespace
 
 from cli.errors import FAULTS
 from loggers.machine import why_not
@@ -20,25 +18,13 @@ class EventFile:
     """
 
     def __init__(self, log, epoch_tokens: int):
-        directory = log.out / "tb"
         self._epoch_tokens = epoch_tokens
         self._steps = log.settings["steps"]
         self._tokens, self._losses, self._seconds = 0, [], 0.0  # up to the last record, and of its epoch
         self._writer = None  # none if nothing can be written
         try:
-            from tensorboard.summary.writer import event_file_writer
             from torch.utils.tensorboard import SummaryWriter
-            directory.mkdir(exist_ok=True)
-            later = [int(path.name.split(".")[3]) + 1
-                     for path in directory.glob("events.out.tfevents.[0-9]*.*")]
-            # TensorBoard reads files in the order of their names, so a clock that goes back must not matter:
-            # the name begins with what this module's clock says
-            stamp = max([time.time(), *later])
-            event_file_writer.time = SimpleNamespace(time=lambda: stamp)
-            try:
-                self._writer = SummaryWriter(directory, purge_step=0, filename_suffix=".run")
-            finally:
-                event_file_writer.time = time
+            self._writer = SummaryWriter(log.out / "tb", purge_step=0, filename_suffix=".run")
             self._writer.add_text(
                 "settings", "\n".join(f"    {name}: {value}" for name, value in log.settings.items()), 0)
             for record in log.records:

@@ -29,11 +29,11 @@ import monitor
 from cli.errors import UserError, run_command
 from loggers import machine, picture
 from loggers.command import main, summarize
-from loggers.machine import read_machine
+from loggers.machine import GB, MB, read_machine
 from loggers.mfu import peak_flops
 from loggers.picture import History
 from loggers.tensorboard import EventFile
-from monitor import GB, MB, RunLog
+from monitor import RunLog
 
 COMMAND = [sys.executable, ROOT / "monitor.py"]
 needs_psutil = pytest.mark.skipif(not importlib.util.find_spec("psutil"), reason="pip install psutil")
@@ -763,27 +763,6 @@ def test_a_sink_that_fails_is_left_out_alone(tmp_path, capsys):
     assert capsys.readouterr().out.count("SimpleNamespace fails (ConnectionError: gone)") == 1
     assert [r["step"] for r in got] == [r["step"] for r in monitor.read_metrics(tmp_path)] == [1, 2, 3]
     assert json.loads((tmp_path / "history.json").read_text())["step"] == [1, 2, 3]
-
-
-@needs_psutil
-@pytest.mark.parametrize("shifts", [(0, 0), (0, -3600), (365 * 86400, 0), (0, -3600, 60)])
-@pytest.mark.parametrize("named", [True, False])
-def test_curves_of_a_resumed_run_where_the_clock_has_gone_back(tmp_path, monkeypatch, shifts, named):
-    """As with a dual boot or without a battery: TensorBoard reads files in the order of their names. If these
-    had the clock's time, that would be another order (a negative control, but where the last is the latest).
-    """
-    now = time.time
-    if not named:
-        monkeypatch.setattr("loggers.tensorboard.SimpleNamespace", lambda time: sys.modules["time"])
-    for i, shift in enumerate(shifts):
-        monkeypatch.setattr(time, "time", lambda shift=shift: now() + shift)
-        log = begun(tmp_path, 5 * i)
-        for step in range(5 * i + 1, 5 * i + 8):  # the last two are made again
-            log.write(record(step, loss=i), "")
-        log.loggers[0].close()
-    found = curves(tmp_path)["Loss/train_step"]
-    expected = [(step, min((step - 1) // 5, len(shifts) - 1)) for step in range(1, 5 * len(shifts) + 3)]
-    assert (found == expected) == (named or shifts[-1] == max(shifts))
 
 
 def without_purge_step(monkeypatch):

@@ -238,10 +238,10 @@ def test_dry_run_says_what_fits():
     assert "a smaller --batch" in small.out and "a smaller --batch" not in tiny.out
     parameters = int(re.search(r"GPT2 of ([\d,]+) parameters", large.out)[1].replace(",", ""))
     assert f"a checkpoint is {12 * parameters / 1e9:.2f} GB" in large.out
-    copies = float(re.search(r"and (\S+) GB of rank 0's host memory", large.out)[1])
-    assert 1.05 < copies / (12 * parameters / 1e9) < 2  # see test_cuda.py
+    file = 12 * parameters / 1e9
+    assert f"and {file:.2f} to {2 * file:.2f} GB of rank 0's host memory" in large.out  # see test_cuda.py
     on_a_cpu = TRAINERS["gpt2"].here(*of, "--device", "cpu")
-    assert f"and {12 * parameters / 1e9:.2f} GB of rank 0's host memory" in on_a_cpu.out
+    assert f"and {file:.2f} GB of rank 0's host memory" in on_a_cpu.out
     assert "is not GPUs" in TRAINERS["gpt2"].here("--dry-run", "8").out
 
 

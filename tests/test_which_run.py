@@ -873,19 +873,6 @@ def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_choice_that_is_gone_is_refused_by_name(tmp_path, shards):
-    """As an optimizer of an older commit; one that may change can be given anew."""
-    out = tmp_path / "run"
-    assert GPT2.train(0, shards, out, steps=1, eval_every=1).code == 0
-    path = list_checkpoints(out)[0]
-    saved = torch.load(path, weights_only=True)
-    saved["settings"]["schedule"] = "poly"
-    torch.save(saved, path)
-    done = GPT2.here("--out", out, "--steps", "2")
-    assert done.code == 2 and f"{path} says schedule poly, which is gone: use the" in done.out, done.out
-    assert GPT2.here("--out", out, "--steps", "2", "--schedule", "cosine").code == 0
-
-
 def test_a_dry_run_needs_the_size_of_the_weights(tmp_path):
     flags = ("--dry-run", "1x8", "--init-from", tmp_path, "--data", "stdlib")
     done = GPT2.here(*flags)

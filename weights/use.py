@@ -124,10 +124,6 @@ def use_on_rank0(model: nn.Module, run: Run):
         path, modern = out / "model.gguf", vars(model.config).get("modern")
         export(model, path, tokenizer, to_gguf, logits_of_gguf)
         say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
-        size = path.stat().st_size / (4 * num_params(model))
-        if modern and size > 1.3:
-            say(f"it has {size:.1f} times the bytes of the weights, because llama.cpp wants further layers, "
-                "which do nothing: those are packed if --d-model is a multiple of 32")
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
