@@ -791,6 +791,19 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
     return default_directory(data, tokenizer_name or default_tokenizer(data))
 
 
+TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
+
+
+def run_directory(args, trainer: str) -> Path:
+    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
+    runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
+    """
+    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
+    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
+    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
+    return args.out or Path("runs", "-".join(names))
+
+
 def main():
     """`python data.py`"""
     from prepare.command import command  # where UserError is that of the module `data`

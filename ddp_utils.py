@@ -97,7 +97,7 @@ from loggers.mfu import MFU
 from loggers.start import loggers_of, say_plan
 from model import blocks_of, compute_dtype, copied_buffers, num_params, use_device
 from ops.device import keep_freed_memory, use_libdevice_of_triton
-from ops.ema import EMA
+from ops.ema import EMA, local_shard
 from ops.flash_attention_4 import take
 from prepare.vocabulary import tokenizer_of_run, without_surrogates
 from weights.sampling import write_sample
@@ -547,11 +547,6 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
                             "has no values yet when the model is built: make it in forward.")
         setattr(module, name, buffer.to(world.device))
     return model
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(model: nn.Module):
@@ -1517,7 +1512,7 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
         log.mfu = MFU(run, model, settings)
         if run.saved:
             monitor.say_changes(run, run.say)
-        log.begin(step, run_files(run, meta, log.mfu))
+        log.begin(step, run_files(run, model, meta))
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
@@ -1561,10 +1556,10 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
     return complete
 
 
-def run_files(run: Run, meta: dict, mfu: MFU) -> dict[str, bytes]:
+def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
     """What rank 0 writes into the run directory: the copies of the code that it lacks (all, if the run
     begins), tokenizer.json, and config.json: `meta`, the commands of all starts so far with their commits,
-    and the numbers of parameters, of training tokens and of FLOPs per token, None if they cannot be counted.
+    and the numbers of parameters and training tokens.
     """
     before = monitor.read_config(run.out)
     commands, commits = [], []
@@ -1574,9 +1569,8 @@ def run_files(run: Run, meta: dict, mfu: MFU) -> dict[str, bytes]:
         commands.append(run.command)
         commits.append(monitor.commit_of(run.trainer.resolve().parent))
     config = meta | {
-        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(mfu.model),
-        "training_tokens": run.dataset.train.num_tokens,
-        "flops_per_token": run.saved and before.get("flops_per_token") or mfu.of_last_steps()}
+        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
+        "training_tokens": run.dataset.train.num_tokens}
     text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
     files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
     for name, path in monitor.project_files(run.trainer).items():

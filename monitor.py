@@ -115,8 +115,7 @@ def without_nan(record: dict) -> dict:
 
 def own_keys(record: dict) -> list[str]:
     """The keys of a record that are in neither TAGS nor OTHER_KEYS, nor of a single validation set."""
-    known = TAGS.keys() | OTHER_KEYS
-    return [key for key in record if key.partition("/")[0] not in known]
+    return [key for key in record if key.partition("/")[0] not in {*TAGS, *OTHER_KEYS}]
 
 
 def refuse_taken(names: list[str]):
@@ -218,10 +217,10 @@ def commit_of(folder: Path) -> str | None:
     """The commit that is checked out in a folder, with -dirty if files differ from it; None if git does not
     say so within a second.
     """
-    command = ["git", "--no-optional-locks", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40",
-               "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=1, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "--no-optional-locks", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40",
+             "--exclude=*"], capture_output=True, text=True, timeout=1, check=True).stdout.strip()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ class RunLog:
         self._text = text
         self.active = text.active
 
-    def say(self, text: str = ""):
+    def say(self, text: str):
         """Prints a text and appends it to train.log."""
         self._text.say(text)
 

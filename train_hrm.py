@@ -140,9 +140,8 @@ def main(argv: list[str] | None = None):
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
-    now = f", now {plan(step)[1]}" * (step > 0 and low < high)  # more steps stretch the ramp
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
-            f"{graph}{now}")
+            f"{graph}")
     state.warm_up(*examples)
     stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)

@@ -33,7 +33,7 @@ except ImportError as error:
     sys.exit(f"error: {error}: pip install transformers trl accelerate")
 
 from model import GPT2, HRM  # noqa: E402
-from weights.sampling import continue_text  # noqa: E402
+from weights.sampling import samples_of  # noqa: E402
 from weights.use import load_run  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,7 +71,7 @@ def ask(is_hrm: bool):
     ours.compute_dtype = torch.float32
     questions = [json.loads(line)["q"] for line in open(args.questions)][:args.rows]
     sampling = SimpleNamespace(max_new_tokens=12, temperature=0, top_k=0, seed=0, condition="")
-    wanted = ["".join(continue_text(ours, tokenizer, "cpu", q, sampling, stop=True)) for q in questions]
+    wanted = ["".join(samples_of(ours, tokenizer, "cpu", q, sampling, stop=True)[0]) for q in questions]
     pipe = transformers.pipeline("text-generation", model=model,
                                  tokenizer=transformers.AutoTokenizer.from_pretrained(HF))  # it sets the side
 

@@ -31,7 +31,7 @@ from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
 from prepare.tokenizer import load_tokenizer  # noqa: E402
 from weights.huggingface import from_hf, to_hf  # noqa: E402
 from weights.llama_cpp import to_gguf  # noqa: E402
-from weights.sampling import continue_text, fill_masks  # noqa: E402
+from weights.sampling import fill_masks, samples_of  # noqa: E402
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 96}
 MODELS = {"GPT-2": (GPT2, {}), "--modern": (GPT2, {"modern": True}),
@@ -55,7 +55,7 @@ def made(kind: type, tokenizer, **changes):
 
 def written(model, tokenizer, prompt: str) -> str:
     sampling = SimpleNamespace(max_new_tokens=12, temperature=0, top_k=0, seed=0, condition="")
-    return "".join(continue_text(model, tokenizer, "cpu", prompt, sampling))
+    return "".join(samples_of(model, tokenizer, "cpu", prompt, sampling)[0])
 
 
 def share(found: list, wanted: list) -> str:

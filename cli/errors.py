@@ -89,14 +89,7 @@ def run_command(main):
 
 say = functools.partial(print, flush=True)  # in a pipe, too, at once
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
-
-
-class AtEnd(ExitStack):
-    """What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
-    `launch` and `cleanup_on_exit` in ddp_utils.py close it.
-    """
-
-    exit_code = 0  # of the run that ends
-
-
-at_end = AtEnd()
+# What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
+# `launch` and `cleanup_on_exit` in ddp_utils.py close it.
+at_end = ExitStack()
+at_end.exit_code = 0  # of the run that ends

@@ -153,8 +153,7 @@ def add_text_flags(parser: ArgumentParser):
     flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
     text = without_surrogates
     flag("--prompt", text, "continue or answer a text with the newest checkpoint, without training")
-    flag("--prompt-file", expanded, "the same with each line of a file, or of standard input (-)")
-    flag("--chat", bool, "answer prompts that are typed in, one after another")
+    flag("--chat", bool, "answer prompts that are typed in, one after another; --chat < FILE: each line")
     flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
     flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
     flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
@@ -164,13 +163,12 @@ def add_text_flags(parser: ArgumentParser):
     flag("--temperature", bounded(0), "0: always the likeliest token", 0.8)
     flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
     flag("--top-p", bounded(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
-    flag("--stop", text, "a text at which an answer ends, without it", "")
 
 
 def uses_model(args: Namespace) -> bool:
     """Whether the flags ask for use_model instead of training."""
     return any(vars(args).get(name) not in (None, False)
-               for name in ("eval_only", "export", "prompt", "prompt_file", "chat", "fill"))
+               for name in ("eval_only", "export", "prompt", "chat", "fill"))
 
 
 @dataclass

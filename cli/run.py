@@ -41,7 +41,7 @@ from cli.errors import HOST, UserError, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
 from cluster.dry_run import before_data
-from data import Dataset, directory_of, plan_batch, row_of, sources_of
+from data import Dataset, directory_of, plan_batch, row_of, run_directory, sources_of
 from ddp_utils import (
     Checkpoints,
     Run,
@@ -72,12 +72,11 @@ from weights.init_from import assert_context, gentler, nearest_size, reading_of,
 from weights.sampling import sample_prompt
 from weights.use import use_model
 
-TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 NEW, PLANNED, KEPT, OF_DATA, OF_USE, CHOSEN, SHAPE, FIXED = (
     "new", "planned", "kept", "of data", "of use", "chosen", "shape", "fixed")
 KINDS = {
     NEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-         "prompt_file num_samples stop list_presets wanted_batch largest_batch",
+         "num_samples list_presets wanted_batch largest_batch",
     PLANNED: "global_batch batch grad_accum",
     KEPT: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
           "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every keep_last "
@@ -194,16 +193,6 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     if world.is_rank0 and first:
         tell(f"reading the checkpoint of step {first} in {out}")  # which can take a while
     return load_checkpoint(out, tell, family=family)
-
-
-def run_directory(args: Namespace, trainer: str) -> Path:
-    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
-    runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
-    """
-    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
-    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
-    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
-    return args.out or Path("runs", "-".join(names))
 
 
 def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
@@ -483,7 +472,7 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
 
 
 def use_run(run: Run):
-    """Uses a run instead of training it: --eval-only, --export, --prompt, --prompt-file, --chat, --fill."""
+    """Uses a run instead of training it: --eval-only, --export, --prompt, --chat, --fill."""
     if run.args.eval_only:
         load_data(run)
     use_model(run)

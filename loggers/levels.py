@@ -32,7 +32,7 @@ def show_levels(state: TrainState, run: Run):
             samples.append(round(number))
     state.model.train()
     run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), "
-            f"{min(samples)} to {max(samples)} held-out samples a level:\n" + table(levels | means(levels)))
+            f"at least {min(samples)} held-out samples a level:\n" + table(levels | means(levels)))
     if not run.world.is_rank0:
         return
     path = run.out / "levels.png"
@@ -88,7 +88,7 @@ def draw(levels: dict[str, list[float]], trained_with: int, path: Path):
     for i, (name, exact) in enumerate(levels.items()):
         style = "--" if name.startswith("trained") else "-"
         axes.plot(range(1, len(exact) + 1), [100 * share for share in exact], color=f"C{i}", label=name,
-                  linestyle=style, marker="os^DvPXh"[i % 8], markevery=3)
+                  linestyle=style)
     axes.axvline(trained_with, color="gray", linewidth=1)
     axes.text(trained_with, 3, " most cycles in training")
     axes.set(xlabel="cycles", ylabel="exact matches in %", ylim=(0, 101))

@@ -72,15 +72,6 @@ class MFU:
         examples = examples_of(self.model, self._settings | record)
         return self._run.flops_factor * statistics.fmean(self._count(**example) for example in examples)
 
-    def of_last_steps(self) -> float | None:
-        """FLOPs per token of the steps after a ramp, None if they cannot be counted."""
-        steps = self._settings.get("bp_steps")
-        last = {"bp_steps": steps[-1] if isinstance(steps, list) else steps}
-        try:
-            return self.flops(last | {"cycles": vars(self.model.config).get("h_cycles")})
-        except Exception:  # as below
-            return None
-
     def __call__(self, record: dict) -> float | None:
         """Where a GPU's peak is known, and the steps can be counted; if not, says so once."""
         if not self._peak:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """As in ddp_utils.py, which is above this file."""
+    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -69,8 +69,7 @@ def info(directory: Path, tokenizer_name: str | None):
           f"[MASK] is {tokenizer.mask}\nfingerprint: {dataset.fingerprint}")
 
 
-def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None,
-         seed: int):
+def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None):
     if seq_len is None:
         seq_len = row_of(directory) or 128
     if min(rows, seq_len) < 1:
@@ -80,7 +79,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     if split not in splits:
         raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
     shards = splits[split]
-    picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, seed))
+    picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, 0))
     for row, tokens in zip(picked, read_rows(shards, picked)[0]):
         print(f"--- {split} row {row}\n{dataset.tokenizer.decode(tokens)}")
 
@@ -136,7 +135,6 @@ def main():
             flag("--rows", int, "how many", 3)
             flag("--split", str, "train, val, or val_NAME", "train")
             flag("--seq-len", int, "tokens in a row (default: 128; pairs have their own)")
-            flag("--seed", int, "of their choice", 0)
     args = vars(parser.parse_args())
     del args["command"]
     args.pop("run")(**args)

@@ -71,9 +71,6 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             manifest = start_manifest(out, source)
         recorded = manifest["settings"]
         settings["source"] = current_identity(source, out)
-        older = dataset == "stdlib" or recorded.get("val_split") == "hash:0.01"
-        if older and options.get("val_split") is None:  # shards of an older default stay
-            settings["val_split"] = recorded["val_split"]
         settings["row"] = settings["row"] or manifest.get("row")
         for key in recorded | settings:
             before = recorded.get(key)

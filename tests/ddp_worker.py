@@ -438,9 +438,9 @@ def check_who_writes_samples(world: World) -> None:
         def slowly(*_, written=written):
             written.append(world.rank)
             time.sleep(1)
-            return ["b"]
+            return [["b"]]
 
-        sampling.continue_text = slowly
+        sampling.samples_of = slowly
         run = argparse.Namespace(args=args, dataset=dataset, world=world, say=texts.append)
         ddp_utils.sample(state, run, 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import Trainer, assert_close_runs, assert_same_run
-from states import flags_of, train_state
+from states import train_state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
-import train_gpt2
 from cli.errors import at_end
-from cluster import dry_run
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops import flash_attention_4

@@ -1204,7 +1204,7 @@ def test_verify(undisturbed):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_peek(shards, dataset, split):
-    result = run(0, "data.py", "peek", shards, *f"--rows 4 --split {split} --seq-len 96 --seed 5".split())
+    result = run(0, "data.py", "peek", shards, *f"--rows 4 --split {split} --seq-len 96".split())
     tokens = data_py.splits_of(dataset)[split].tokens[0]
     rows = sorted(data.shuffled(np.arange(4), (len(tokens) - 1) // 96, 5).tolist())
     texts = [dataset.tokenizer.decode(tokens[row * 96:row * 96 + 96]) for row in rows]

@@ -18,7 +18,7 @@ from prepare.pipeline import prepare
 from prepare.tokenizer import load_tokenizer, prompt_ids
 from weights.huggingface import HF_FAMILIES, to_hf
 from weights.llama_cpp import to_gguf
-from weights.sampling import continue_text, generate
+from weights.sampling import generate, samples_of
 from weights.use import load_run
 
 pytest.importorskip("gguf")
@@ -123,7 +123,7 @@ def test_llama_cpp_answers_a_chat(name, tmp_path):
                           ("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY))
     compare(by_ids, *expected(model, ids, 8))
     sampling = SimpleNamespace(max_new_tokens=9, temperature=0, top_k=0, seed=0, condition="")
-    ours = "".join(continue_text(model, words, "cpu", question, sampling, stop=True))
+    ours = "".join(samples_of(model, words, "cpu", question, sampling, stop=True)[0])
     assert chatted["choices"][0]["message"]["content"] == ours
 
 

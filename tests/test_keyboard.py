@@ -80,11 +80,12 @@ def test_a_start_that_trains_says_that_it_has_not(monkeypatch):
 
 
 def test_one_thing_at_a_time(runs):
-    """What would be ignored is refused; an export and a prompt are both done."""
+    """Two of them are refused."""
     for trainer, flags, words in (
             (GPT2, ["--prompt", "a", "--prompt=b"], "--prompt and --prompt"),
             (GPT2, ["--eval-only", "--prompt", "a"], "--eval-only and --prompt"),
             (GPT2, ["--export", "--eval-only"], "--export and --eval-only"),
+            (GPT2, ["--export", "--prompt", "a"], "--export and --prompt"),
             (GPT2, ["--export=gguf", "--export", "hf"], "--export and --export"),
             (MLM, ["--fill", "[MASK]", "--eval-only"], "--fill and --eval-only")):
         done = trainer.here("--out", runs / trainer.script, *flags)
@@ -164,7 +165,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch):
 def test_lines_of_a_file_are_a_prompt_each(runs):
     command = [sys.executable, "train_gpt2.py", "--out", runs / GPT2.script, "--chat", "--max-new-tokens=1"]
     done = subprocess.run(command, cwd=ROOT, input="one\ntwo\n", text=True, capture_output=True, timeout=200)
-    assert done.returncode == 0 and done.stdout.count("> ") == 3, done
+    assert done.returncode == 0 and done.stdout.count("\n") >= 2 and "> " not in done.stdout, done
 
 
 def test_main_after_a_script_has_read_stdin(monkeypatch):

@@ -45,7 +45,7 @@ from ops.ema import EMA
 from prepare import bpe
 from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
 from weights.huggingface import from_hf, to_hf
-from weights.sampling import KVCache, continue_text, generate, sample_ids
+from weights.sampling import KVCache, generate, sample_ids, samples_of
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 MODES = ("block", "selective")
@@ -705,7 +705,7 @@ def check_prompt(ours, theirs, tokenizer, their_tokenizer, text):
     """What README shows for transformers writes the text of --prompt --temperature 0: it begins with EOT."""
     prompt = text[:20]
     flags = SimpleNamespace(max_new_tokens=40, temperature=0, top_k=None, seed=0)
-    wanted = prompt + "".join(continue_text(ours, tokenizer, "cpu", prompt, flags, stop=tokenizer.eot))
+    wanted = prompt + "".join(samples_of(ours, tokenizer, "cpu", prompt, flags, stop=tokenizer.eot)[0])
 
     def said(**begin):
         ids = theirs.generate(**their_tokenizer(prompt, return_tensors="pt", **begin), max_new_tokens=40,

@@ -660,7 +660,7 @@ def test_while_training_all_ranks_write_equally_many_tokens(monkeypatch, stop):
         sampling, "sample_ids", lambda logits, *_: torch.tensor([65 if len(count) < 3 else START]))
     flags = argparse.Namespace(max_new_tokens=7, temperature=0, top_k=0, seed=0, condition="")
     tokenizer = with_markers(load_tokenizer("bytes"))
-    text = "".join(sampling.continue_text(gpt2(), tokenizer, "cpu", "why", flags, stop))
+    text = "".join(sampling.samples_of(gpt2(), tokenizer, "cpu", "why", flags, stop)[0])
     assert text == "AA" and len(count) == (3 if stop else 7)
 
 
@@ -985,16 +985,16 @@ def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, m
     tokenizer = with_markers(load_tokenizer("bytes"))
     flags = argparse.Namespace(max_new_tokens=None, temperature=0, top_k=0, seed=0, condition="")
     answering = gpt2(seq_len=300)
-    written = "".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))
+    written = "".join(sampling.samples_of(answering, tokenizer, "cpu", "why", flags, stop=True)[0])
     assert written == "A" * (300 - 5 + 1)
     assert "note: the answer is cut" in capsys.readouterr().err
     flags.max_new_tokens = 7
-    assert len("".join(sampling.continue_text(answering, tokenizer, "cpu", "why", flags, stop=True))) == 7
+    assert len("".join(sampling.samples_of(answering, tokenizer, "cpu", "why", flags, stop=True)[0])) == 7
     assert "note: the answer is cut" in capsys.readouterr().err
     plain = gpt2(response=-1, attention="causal")
-    "".join(sampling.continue_text(plain, tokenizer, "cpu", "why", flags, stop=True))
+    "".join(sampling.samples_of(plain, tokenizer, "cpu", "why", flags, stop=True)[0])
     assert not capsys.readouterr().err
-    "".join(sampling.continue_text(plain, tokenizer, "cpu", "why " * 30, flags, stop=True))
+    "".join(sampling.samples_of(plain, tokenizer, "cpu", "why " * 30, flags, stop=True)[0])
     said = capsys.readouterr().err
     assert f"note: the prompt has 121 tokens, of which the model reads the last {T}" in said
 

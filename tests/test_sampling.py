@@ -1,17 +1,14 @@
-"""Sampling: what is filtered, several texts at once, the text at which an answer ends, files of prompts, and
-the perplexity of evaluations.
-"""
+"""Sampling: what is filtered, several texts at once, lines of a file, and the perplexity of evaluations."""
 
-import contextlib
+import io
 import json
 import math
-import os
-import re
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from processes import fork
 from runs import Trainer, evaluations_of
 from test_pairs import prepare, samples, write
 
@@ -19,7 +16,7 @@ import monitor
 from model import GPT2
 from prepare.tokenizer import load_tokenizer
 from weights import sampling
-from weights.sampling import before, filtered, generate, sample_ids, samples_of
+from weights.sampling import filtered, generate, sample_ids, samples_of
 from weights.use import load_run
 
 SETTINGS = [(1.0, 0, 0.9), (0.7, 20, 0.8), (1.3, 50, 0.999), (0.9, 0, 0.1), (1.0, 5, 1.0), (1.0, 0, 0.0)]
@@ -34,8 +31,9 @@ def run(shards, tmp_path_factory):
     return out
 
 
-def answer(out, *flags) -> str:
-    done = TRAINED.here("--out", out, *flags)
+def answer(out, *flags, typed: str = "") -> str:
+    with mock.patch("sys.stdin", io.StringIO(typed)):
+        done = TRAINED.here("--out", out, *flags)
     assert done.code == 0, done.out
     return done.out
 
@@ -169,105 +167,32 @@ def test_the_model_writes_as_far_as_the_longest_text_is_read(monkeypatch):
 
 # ------------------------------------------------------------------------------------------ where a text ends
 
-@pytest.mark.parametrize("stop, text", [
-    ("\n", "one"), ("\n\n", "one\ntwo"), ("two", "one\n"), ("one", ""), ("ee", "one\ntwo\n\nthr"),
-    ("é", "one\ntwo\n\nthree "), ("nowhere", "one\ntwo\n\nthree é."), ("wo\n\nthr", "one\nt")])
-def test_a_text_ends_before_its_stop_wherever_it_is_cut(stop, text):
-    whole = "one\ntwo\n\nthree é."
-    for size in (1, 2, 3, 50):
-        pieces = [whole[i:i + size] for i in range(0, len(whole), size)]
-        assert "".join(before(stop, pieces)) == text
-        assert stop not in text  # else the lines above would show nothing
-
-
-def test_what_cannot_be_a_stop_is_written_at_once_and_nothing_is_read_after_it():
-    read = []
-    stream = before("!", (read.append(piece) or piece for piece in ["a", "b", "c!d", "e"]))
-    assert next(stream) == "a" and read == ["a"]
-    assert "".join(stream) == "bc" and read == ["a", "b", "c!d"]
-
-
-def test_a_stop_ends_what_is_written_and_is_of_one_command(run, shards):
-    """One that a run was trained with ends its own samples, and none that are asked for later."""
-    free = answer(run, "--prompt", "the")
-    stop = free[5:7]
-    assert answer(run, "--prompt", "the", "--stop", stop) == free[:free.index(stop, 3)] + "\n"
-    assert TRAINED.train(0, shards, run, steps=3, stop=stop).code == 0
-    again = answer(run, "--prompt", "the")
-    assert stop in again or len(again) > len(free) - 4
-    few = answer(run, "--prompt", "the", "--resume", next(run.glob("checkpoints/step_00000002*")))
-    assert few == free
-
-
 # ------------------------------------------------------------------------------------------------ the command
 
-@contextlib.contextmanager
-def standard_input(file):
-    before = os.dup(0)
-    os.dup2(file.fileno(), 0)
-    try:
-        yield
-    finally:
-        os.dup2(before, 0)
-        os.close(before)
-
-
-def test_the_answers_of_a_file_are_those_of_its_lines(run, tmp_path):
+def test_chat_answers_each_line_of_a_file(run, tmp_path):
     """Stdout has the answers alone, in the order of the lines; an empty line is an empty prompt. Each line
-    has a seed of its own, the first that of the command. Standard input is read as a file is.
+    has a seed of its own, the first that of the command.
     """
     prompts = ["the", "", "a b"]
-    texts = [answer(run, "--stop", "\n", "--prompt", prompt, "--seed", seed)
-             for seed, prompt in enumerate(prompts)]
+    texts = [answer(run, "--prompt", prompt, "--seed", seed) for seed, prompt in enumerate(prompts)]
     wanted = "".join(text.removeprefix(prompt) for text, prompt in zip(texts, prompts))
-    for name, content in (
-            ("unix", b"the\n\na b\n"), ("no end", b"the\n\na b"), ("dos", b"the\r\n\r\na b\r\n"),
-            ("mark", b"\xef\xbb\xbfthe\n\na b\n")):
-        (tmp_path / name).write_bytes(content)
-        assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / name) == wanted, name
-        with open(tmp_path / name, "rb") as file, standard_input(file):
-            assert answer(run, "--stop", "\n", "--prompt-file", "-") == wanted, name
-            assert os.path.samestat(os.fstat(0), os.fstat(file.fileno())), "it stays open"
-    (tmp_path / "other").write_text("here\n\na b\n")
-    assert answer(run, "--stop", "\n", "--prompt-file", tmp_path / "other") != wanted
-    (tmp_path / "same").write_text("the\nthe\n")
-    assert len({*answer(run, "--prompt-file", tmp_path / "same").splitlines()}) > 1
-    (tmp_path / "none").write_text("")
-    assert answer(run, "--prompt-file", tmp_path / "none") == ""
+    for content in "the\n\na b\n", "the\n\na b":
+        assert answer(run, "--chat", typed=content) == wanted
+    assert answer(run, "--chat", typed="here\n\na b\n") != wanted
+    assert answer(run, "--chat", typed="the\nthe\n") != 2 * answer(run, "--prompt", "the").removeprefix("the")
+    assert answer(run, "--chat", typed="") == ""
 
 
-def test_two_processes_answer_each_line_once(run, tmp_path):
-    (tmp_path / "prompts").write_text("the\na\n")
-    flags = ["--out", str(run), "--prompt-file", str(tmp_path / "prompts"), "--stop", "\n"]
-    done = fork(2, "train_gpt2.py", *flags)
-    wanted = answer(run, *flags[2:])
-    assert done.code == 0 and done.out.endswith(wanted) and wanted.count("\n") == 2, done.out
-    assert done.out.count(wanted) == 1
-
-
-def test_several_samples_are_the_answers_alone(run, tmp_path):
-    (tmp_path / "prompts").write_text("the\na\n")
-    few = ["--num-samples", "3", "--stop", "\n"]
+def test_several_samples_are_the_answers_alone(run):
+    few = ["--num-samples", "3", "--max-new-tokens", "3"]
     texts = answer(run, "--prompt", "the", *few)
-    assert texts.count("\n") == 3 and len({*texts.splitlines()}) == 3
+    assert len({*texts.splitlines()}) >= 3
     assert not any(text.startswith("the") for text in texts.splitlines())
-    both = answer(run, "--prompt-file", tmp_path / "prompts", *few)
-    assert both.startswith(texts) and both.count("\n") == 6
+    assert answer(run, "--chat", *few, typed="the\n") == texts
     assert answer(run, "--prompt", "the", *few, "--seed", "1") != texts
 
 
-def test_what_cannot_be_prompts_is_one_sentence(run, tmp_path, monkeypatch):
-    (tmp_path / "latin").write_bytes(b"the\ncaf\xe9\n")
-    for where, words in (
-            (tmp_path / "nowhere", "FileNotFoundError: [Errno 2] No such file or directory"),
-            (tmp_path / "latin" / "x", "NotADirectoryError"), ("", "FileNotFoundError"),
-            (tmp_path, "IsADirectoryError"),
-            (tmp_path / "latin", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9"),
-            ("-", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9")):
-        with open(tmp_path / "latin", "rb") as file, standard_input(file):
-            done = TRAINED.here("--out", run, "--prompt-file", where)
-        assert done.code == 2 and f"error: {where} cannot be read ({words}" in done.out, done.out
-        assert "name a UTF-8 text with a prompt in each line, or - for standard" in done.out, done.out
+def test_what_cannot_be_sampled_is_one_sentence(run):
     done = TRAINED.here("--out", run, "--prompt", "a", "--num-samples", "2", "--temperature", "0")
     assert done.code == 2 and "--num-samples writes one text again and again with --temperature 0" in done.out
     for flags in (["--top-p", "1.5"], ["--top-p", "-1"], ["--num-samples", "0"], ["--num-samples", "2.5"]):
@@ -275,15 +200,14 @@ def test_what_cannot_be_prompts_is_one_sentence(run, tmp_path, monkeypatch):
         assert done.code == 2 and f"argument {flags[0]}" in done.out, done.out
 
 
-def test_a_prompt_that_is_too_long_is_named_by_its_line(tmp_path):
+def test_a_prompt_that_is_too_long_does_not_end_the_chat(tmp_path, monkeypatch):
     pairs = prepare(write(tmp_path / "some.jsonl", samples(300)), tmp_path / "pairs", row=64)
     trainer = Trainer("train_gpt2.py", steps=1, eval_batches=1, max_new_tokens=3, seq_len=64)
     assert trainer.train(0, pairs, tmp_path / "run").code == 0
-    (tmp_path / "prompts").write_text("why\n" + "why " * 200 + "\n")
-    done = trainer.here("--out", tmp_path / "run", "--prompt-file", tmp_path / "prompts")
-    assert done.code == 2, done.out
-    assert re.search(r"prompts, line 2: the prompt has \d+ tokens, but the context .*: shorten it", done.out)
-    assert done.out.index("error: ") > 0  # after the first answer
+    monkeypatch.setattr(sys, "stdin", io.StringIO("why\n" + "why " * 200 + "\nwhy\n"))
+    done = trainer.here("--out", tmp_path / "run", "--chat", "--temperature", "0")
+    assert done.code == 0 and done.out.count("error: the prompt has 802 tokens") == 1, done.out
+    assert done.out.count("the answer is cut") == 2  # the prompts before and after it are answered
 
 
 # ------------------------------------------------------------------------------------------------- perplexity

@@ -86,7 +86,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     first = dataset.tokenizer.decode(next(iter(dataset.val.values())).grids[0][1][0])
     assert first.startswith(f"{EOT}{question}{RESPONSE}{answer}{EOT}")
     puzzles = Trainer("train_hrm.py", seq_len=None, size="puzzle", batch=2, steps=1, eval_every=1)
-    monkeypatch.setattr(sampling, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(sampling, "samples_of", lambda *_: [["some text"]])
     done = puzzles.train(0, shards, tmp_path / "run")
     shown = (f"prompt:\n{question}\nresponse:\nsome text\nresponse in the data:\n{answer}\nask it yourself: "
              f"python train_hrm.py --out {tmp_path / 'run'} --prompt {question}\n")

@@ -171,7 +171,7 @@ def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
 
 
 def test_a_directory_of_plain_shards_trains(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(sampling, "continue_text", lambda *_: ["some text"])
+    monkeypatch.setattr(sampling, "samples_of", lambda *_: [["some text"]])
     for shard in shards.glob("*.bin"):
         (tmp_path / shard.name).symlink_to(shard)
     done = train(0, tmp_path, tmp_path / "run", tokenizer="bytes", steps=2, eval_every=2, sample_prompt="def")

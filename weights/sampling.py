@@ -180,20 +180,13 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         model.train(training)
 
 
-def continue_text(model, tokenizer, device, prompt: str, sampling, stop: bool = False):
-    """Pieces of text that continue a prompt, see `samples_of`."""
-    return samples_of(model, tokenizer, device, prompt, sampling, stop)[0]
-
-
 def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = False, num_samples: int = 1):
     """Texts that continue a prompt, which may be empty, or answer it if the model was trained on pairs; each
     is an iterator of its pieces. With `stop`, a text ends with the document, and stderr says where it is cut.
     `sampling` has these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end
-    of the context), temperature, top_k, seed and condition, and can have top_p and stop, a text that ends
-    each. Raises UserError immediately.
+    of the context), temperature, top_k, seed and condition, and can have top_p. Raises UserError immediately.
     """
     c = model.config
-    last = getattr(sampling, "stop", "")
     if num_samples > 1 and sampling.temperature == 0:
         raise UserError("--num-samples writes one text again and again with --temperature 0: give another.")
     answers = c.response >= 0
@@ -228,24 +221,8 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
                   file=sys.stderr)
 
     # the model writes all texts at once, as far as the longest of them is read
-    texts = [stream_text(tokenizer, through_the_end(part, row))
-             for row, part in enumerate(itertools.tee(steps, num_samples))]
-    return [before(last, text) for text in texts] if last else texts
-
-
-def before(stop: str, pieces):
-    """Yields the pieces of a text up to `stop`. What may be its beginning waits for the next piece."""
-    text = ""
-    for piece in pieces:
-        text += piece
-        ready, separator, _ = text.partition(stop)
-        if separator:
-            yield ready
-            return
-        begins = max(len(text) - len(stop) + 1, 0)
-        yield text[:begins]
-        text = text[begins:]
-    yield text
+    return [stream_text(tokenizer, through_the_end(part, row))
+            for row, part in enumerate(itertools.tee(steps, num_samples))]
 
 
 @torch.no_grad()
@@ -321,7 +298,7 @@ def write_sample(model, run, step: int, run_and_wait):
             run.contradiction = contradiction(model, world.device, everywhere=sharded)
         why_not = run.contradiction
         return f"(none: {why_not})" if why_not else "".join(
-            continue_text(model, dataset.tokenizer, world.device, prompt, args))
+            samples_of(model, dataset.tokenizer, world.device, prompt, args)[0])
 
     text = run_and_wait(write if sharded or world.is_rank0 else str)
     if dataset.marker_ids["response"] < 0:

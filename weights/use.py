@@ -1,4 +1,4 @@
-"""Uses a run: --prompt, --prompt-file, --chat, --fill, --export and --eval-only, and load_run for a script of
+"""Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of
 one's own.
 """
 
@@ -45,7 +45,7 @@ from weights.init_from import assert_tokenizer
 from weights.llama_cpp import logits_of_gguf, to_gguf
 from weights.sampling import contradiction, fill_masks, samples_of
 
-MODES = ("--eval-only", "--export", "--prompt", "--prompt-file", "--chat", "--fill")
+MODES = ("--eval-only", "--export", "--prompt", "--chat", "--fill")
 ROW = 1024  # tokens of an export that are compared at most
 # of the largest logit. Right exports differed by 4e-6 of it at most (an untrained HRM of 32 cycles by 9e-4),
 # in llama.cpp, whose GELU is a table in half precision, by 3e-3; most wrong ones by 3e-3, there by 1e-2.
@@ -89,7 +89,7 @@ def use_model(run: Run):
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
-    if len(modes) > (1 if args.eval_only else len({*modes})):  # one of them would be ignored
+    if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
     if args.export == "gguf":
         with needed("gguf", "--export gguf"):
@@ -147,39 +147,21 @@ def use_on_rank0(model: nn.Module, run: Run):
         for text in texts:
             print_pieces(text)
 
-    chat, prompt, file = (vars(args).get(name) for name in ("chat", "prompt", "prompt_file"))
-    if (chat or file is not None or prompt is not None) and (why_not := contradiction(model, world.device)):
+    chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
+    if (chat or prompt is not None) and (why_not := contradiction(model, world.device)):
         raise UserError(why_not)
     if prompt is not None:
         answer(prompt, echo=args.num_samples == 1)
-    for number, line in enumerate(lines_of(file), 1):
-        try:
-            answer(line)
-        except UserError as error:
-            raise UserError(f"{file}, line {number}: {error}")
-        args.seed += 1  # or like prompts would get the same text
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
             try:
                 answer(text)
             except UserError as error:  # the prompt is too long
-                print(f"error: {error}")
+                print(f"error: {error}", file=sys.stderr)
             except KeyboardInterrupt:  # ends the answer, the next one at the prompt the chat
                 print()
-
-
-def lines_of(file: str | None):
-    """Yields the lines of a text or of standard input (-), as they come; none of None."""
-    if file is None:
-        return
-    try:
-        with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as lines:
-            for line in lines:
-                yield line.removesuffix("\n")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{file} cannot be read ({first_line(error)}): name a UTF-8 text with a prompt in "
-                        "each line, or - for standard input.")
+            args.seed += 1  # or like prompts would get the same text
 
 
 def typed() -> str:
@@ -187,7 +169,7 @@ def typed() -> str:
     with suppress(*FAULTS):  # not every Python has it
         import readline  # with which `input` edits lines, and long ones are whole
         readline.parse_and_bind("set enable-bracketed-paste on")
-    text = input("> ")
+    text = input("> " * sys.stdin.isatty())
     while sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
         text += f"\n{input()}"
     return text
