@@ -871,7 +871,7 @@ def test_named_sets_of_plain_text_report_their_losses(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "train_hrm.py"])
-def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
+def test_train_answer_export(script, pairs, tmp_path, monkeypatch, capsys):
     attention = {"train_gpt2.py": "isolated", "train_hrm.py": "prefix"}[script]
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
@@ -895,7 +895,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     chat = trainer.here(*flags, "--chat", "--temperature", "0")
-    assert chat.code == 0 and "error: the prompt has 202 tokens" in chat.out, chat.out
+    assert chat.code == 0 and "error: the prompt has 202 tokens" in capsys.readouterr().err
     assert chat.out.splitlines()[-1] == used.out.splitlines()[-1]
     assert done.code == 0 and "no prefix mask" not in done.out, done.out
     assert ("give each as the second" in done.out) == (script == "train_hrm.py"), done.out
