@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, say
+from cli.errors import RetryableError, UserError, listed, say
 from data import (
     SHORT_NAMES,
     cpu_count,
@@ -88,8 +88,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
-                            "longer than --row, or all of it fell into the validation split, which "
-                            "--val-split hash:0.000001 avoids.")
+                            "longer than --row, marked as not to be learned, or all of it fell into the "
+                            "validation split, which --val-split hash:0.000001 avoids.")
         writer.commit(complete=True)
         writer.writing.result()
     say(f"{out} is ready: {describe(manifest)}")
@@ -297,7 +297,10 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
         say(f"note: {returns:,} lines in the first 10M tokens end with \\r\\n, which stays: bits per byte do "
             "not compare with those of the same text without \\r")
     if progress.unread:
-        say(f"note: fields that were not read: {', '.join([*progress.unread][:8])}")
+        say(f"note: fields that were not read: {listed([*progress.unread])}")
+    if progress.marked:
+        say("note: answers that are marked as not to be learned count as empty responses, and stay in the "
+            "prompts of later ones, which only --loss all and train_mlm.py learn")
     if without:
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 

@@ -41,6 +41,11 @@ BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as
 LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
 ASKS = "system developer user human tool function observation".split()  # roles of messages
 ANSWERS = "assistant gpt chatgpt model function_call".split()
+# of whether a message is to be learned, as OpenAI, Mistral, axolotl, ms-swift, Tinker and torchtune name them
+MARKS = "weight train training trainable learn loss loss_mask loss_scale train_detail masked".split()
+# a mark with its value, with a group if that is a no; a table has None, nan or [] where a mark is missing
+MARK = re.compile(r"(?i)(masked (true|1(\.0*)?)|(?!masked)\w+ (false|0(\.0*)?))|"
+                  r"\w+ (true|false|[01](\.0*)?|none|nan|\[\])?")
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
 
 
@@ -57,6 +62,7 @@ class Progress:
     seen: int = 0  # documents that were read to their end, or skipped
     divided: bool = False  # whether split_on occurred
     unread: dict = field(default_factory=dict)  # other fields that there are, in their order
+    marked: bool = False  # whether an answer is marked as not to be learned
 
 
 @dataclass
@@ -65,11 +71,13 @@ class Conversation:
 
     where: str
     messages: list
+    progress: Progress
 
     def pairs(self, condition: str = ""):
         """Yields (prompt, response, condition) for each answer, but for one that nobody asked for. Its prompt
         is all that was said before, in lines. A system message at the beginning is the condition, unless
-        there is one already.
+        there is one already. The response of an answer that is marked as not to be learned is empty, so each
+        prompt stays. Raises UserError for what is no message, or a mark that is neither yes nor no.
         """
         before = []
         for message in self.messages:
@@ -88,11 +96,24 @@ class Conversation:
                                 f"from) that is one of {', '.join(ASKS + ANSWERS)}, and a content (or value) "
                                 "of text alone.")
             text = text_of(content, self.where)
+            learned = True
+            for name, value in message.items():
+                if name in MARKS:
+                    mark = MARK.fullmatch(f"{name} {value}")
+                    if not mark:
+                        raise UserError(f"{self.where} has a message with the {name} {str(value)[:100]}: an "
+                                        "answer is learned as a whole or not at all, so give true or false "
+                                        "(or 1 or 0), or rename that key if it says something else.")
+                    learned &= not mark[1]
+                elif value and name not in "role from content value".split():
+                    # before those of rows, of which a table can have more than a line shows
+                    self.progress.unread = {f"{name} of messages": None} | self.progress.unread
             if role in ("system", "developer") and not (before or condition):
                 condition = text
                 continue
             if role in ANSWERS and before:
-                yield "\n".join(before), text, condition
+                self.progress.marked |= not learned
+                yield "\n".join(before), text if learned else "", condition
             if text:
                 before.append(text)
 
@@ -158,7 +179,7 @@ class Source:
                                 "another, or write a null where it is missing.")
             messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
             if messages and value is not None:
-                yield Conversation(where, value if isinstance(value, list) else [value])
+                yield Conversation(where, value if isinstance(value, list) else [value], self.progress)
             else:
                 yield text_of(value, f"{where} field {name!r},")
 

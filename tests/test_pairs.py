@@ -21,7 +21,7 @@ import prepare.vocabulary
 from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
-from prepare import packing, pipeline, vocabulary
+from prepare import packing, pipeline, sources, vocabulary
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT, HRM_TEXT_MARKERS, MASK
 from weights import sampling
@@ -217,6 +217,59 @@ def test_conversations_of_one_answer_are_the_shards_of_pairs(tmp_path):
     assert all((pairs / name).read_bytes() == (found / name).read_bytes() for name in names)
 
 
+@pytest.mark.parametrize("form", ["lines", "parquet", "hf"])
+def test_an_answer_that_is_marked_is_not_learned(tmp_path, capsys, form):
+    """It stays in the prompts of later ones, and each conversation on the side where it is without marks."""
+    rows = [{"messages": [
+        {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "WRONG", "weight": 0},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": f"so {i}", "weight": 1, "reasoning_content": "because"},
+        {"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}]} for i in range(60)]
+    rows = [row | dict.fromkeys("abcdefghi", 0) for row in rows]
+    (tmp_path / "set").mkdir()
+    if form == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "set" / "x.parquet")
+        source = f"parquet:{tmp_path}/set/x.parquet"
+    else:
+        source = write(tmp_path / "set" / "x.jsonl", rows)
+        source = f"hf:{tmp_path}/set" if form == "hf" else source
+    out = prepare(source, tmp_path / "out", **MESSAGES)
+    said = capsys.readouterr().out
+    assert said.count("reasoning_content of messages") == 1 and "and 2 more" in said, said
+    assert "60 empty responses, 120 samples" in said and "content of messages, a" in said, said
+    for split in ("train", "val"):
+        found = [d for row in split_rows(out, split) for d in documents_of(row)]
+        here = [i for i in range(60) if (pipeline.hash64(f"{i}?") < 0.1 * 2**64) == (split == "val")]
+        assert here and sorted(found) == sorted(
+            [START, *prompt.encode(), RESPONSE, *answer.encode()] for i in here for prompt, answer in (
+                (f"{i}?\nWRONG\nagain", f"so {i}"), (f"{i}?\nWRONG\nagain\nso {i}\nthanks", "ok")))
+    source = write(tmp_path / "y.jsonl", [{"messages": row["messages"][:2]} for row in rows])
+    with pytest.raises(UserError, match="marked as not to be learned"):
+        prepare(source, tmp_path / "none", **MESSAGES)
+
+
+def test_the_marks_of_all_formats():
+    """As JSON and tables have them; what is missing there, and a mark of the question, says nothing."""
+    def learned(**marks) -> bool:
+        asks = {"role": "user", "content": "a", "weight": 0, "train": False}
+        talk = sources.Conversation("x", [asks, {"from": "gpt", "value": "b"} | marks], sources.Progress())
+        (prompt, response, _), = talk.pairs()
+        assert prompt == "a" and response in ("b", "") and talk.progress.marked == (response == "")
+        return response == "b"
+
+    no, yes = (0, "0", 0.0, "0.0", False, "False"), (1, "1", 1.0, "1.0", True, "true")
+    nothing = (None, float("nan"), "", [])
+    assert len(sources.MARKS) > 8
+    for name in sources.MARKS:
+        if name == "masked":
+            no, yes = yes, no
+        assert not any(learned(**{name: value}) for value in no), name
+        assert all(learned(**{name: value}) for value in (*yes, *nothing)), name
+    assert not learned(weight=1, train=False) and learned(weight=1, masked=False)
+
+
 def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
     call = {"role": "assistant", "tool_calls": [{"id": "1"}]}
     user = {"role": "user", "content": "why?"}
@@ -240,7 +293,9 @@ def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
     ({"role": "user", "content": [{"type": "image_url"}]}, "of text alone"),
     ({"role": "user", "content": {"a": 1}}, "holds a dict and no text"),
     ({"role": "user", "text": "x"}, "and a content"), ({"from": "human", "content": None}, "and a content"),
-    ("x", "has the message x: it needs"), (None, "has the message None")])
+    ("x", "has the message x: it needs"), (None, "has the message None"),
+    ({"role": "assistant", "content": "x", "weight": 0.5}, "with the weight 0.5: an answer"),
+    ({"from": "gpt", "value": "x", "train_detail": [{"train": False}]}, "with the train_detail")])
 def test_messages_that_are_none_are_refused(tmp_path, message, words):
     rows = [{"messages": OPENAI}, {"messages": [*OPENAI, message]}]
     with pytest.raises(UserError, match=f"x.jsonl, line 2, .*{words}"):
