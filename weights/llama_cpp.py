@@ -91,7 +91,8 @@ def _gguf_tokenizer(writer, tokenizer, c, TokenType):
     writer.add_eos_token_id(last)
     writer.add_add_bos_token(True)
     if template:
-        writer.add_chat_template(template)
+        # marks of what TRL learns, which plain Jinja doesn't know
+        writer.add_chat_template(re.sub("{% (end)?generation %}", "", template))
 
 
 def _gguf_identity(writer, c, block: str, Types):
