@@ -6,16 +6,19 @@ import json
 import random
 import re
 
+import jinja2
 import pytest
 import torch
 from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
 import prepare.vocabulary
+from data import Dataset
 from model import GPT2, HRM
 from prepare.pipeline import prepare
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT, RESPONSE
+from weights.llama_cpp import to_gguf
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -74,15 +77,52 @@ def test_chats_and_batches_answer_as_prompt_does(chat):
     assert found[-1] == {"role": "assistant", "content": answers[1]}
 
 
-def test_all_turns_of_a_chat_are_kept(tmp_path):
+def talks_of(*texts: str) -> list[dict]:
+    """Messages of who is named by the first letters."""
+    roles = {role[0]: role for role in ("system", "user", "assistant", "tool")}
+    return [{"role": roles[text[0]], "content": text[1:]} for text in texts]
+
+
+TALKS = [talks_of("u1?", "a2", "u3?", "a4", "u5?", "a6"), talks_of("sBe short. ", "u1?", "a2", "u3?", "a4"),
+         talks_of("ahello", "u1?", "a2"), talks_of("sA", "sB", "u1?", "u2?", "a3", "a4", "sC", "a5"),
+         talks_of("u1?", "a", "t42", "a2"), talks_of("u{{ 1 }}\n", "a <s>\n", "u\n", "a ")]
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_a_chat_of_any_turns_has_the_ids_of_a_row(talk, tmp_path):
+    """With and without its answer, in transformers and in what plain Jinja makes of the template of a GGUF;
+    and only the answer is learned.
+    """
     ids = with_markers(load_tokenizer("bytes"))
-    export(tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.marker_ids), ids, tmp_path)
+    model = tiny(GPT2, 0, vocab_size=ids.vocab_size, **ids.marker_ids)
+    export(model, ids, tmp_path)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    turns = [{"role": "system", "content": "Be short. "}, {"role": "user", "content": "1 and 1?"},
-             {"role": "assistant", "content": "it is 2"}, {"role": "user", "content": "2 and 1?"}]
-    text = words.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert text == (f"{EOT}Be short. 1 and 1?{RESPONSE}it is 2{EOT}2 and 1?{RESPONSE}")
-    assert words.apply_chat_template(turns[:3], tokenize=False) == text.partition("2 and")[0]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    shards = prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / "out", "bytes", prompt_field="messages",
+                     response_field="messages", row=64, val_split="hash:0.000001")
+    rows = Dataset([shards], 64).train
+    text = "".join(ids.decode(x) for _, grid, _ in rows.grids for x in grid)
+    trained = {part for part in text.split(EOT) if part}
+    plain = jinja2.Environment().from_string(gguf_template(model, ids, tmp_path / "m.gguf"))
+    answers = [at for at, m in enumerate(talk) if m["role"] == "assistant" and m["content"] and at]
+    assert len(trained) == len(answers)
+    for at in answers:
+        asked = words.apply_chat_template(talk[:at], add_generation_prompt=True, tokenize=False)
+        whole = words.apply_chat_template(talk[:at + 1], tokenize=False)
+        assert whole == f"{asked}{talk[at]['content']}{EOT}" and whole.split(EOT)[1] in trained
+        found = words.apply_chat_template(talk[:at], add_generation_prompt=True, return_dict=False)
+        assert found == prompt_ids(ids, asked.removeprefix(EOT).removesuffix(RESPONSE)).tolist()
+        marked = words.apply_chat_template(talk[:at + 1], return_dict=True, return_assistant_tokens_mask=True)
+        assert sum(marked["assistant_masks"]) == len(ids.encode(talk[at]["content"])) + 1
+        for wanted, turns, generate in (asked, talk[:at], True), (whole, talk[:at + 1], False):
+            assert wanted == plain.render(messages=turns, add_generation_prompt=generate, bos_token=EOT,
+                                          eos_token=EOT)
+
+
+def gguf_template(model, tokenizer, path) -> str:
+    gguf = pytest.importorskip("gguf")
+    to_gguf(model, path, tokenizer)
+    return gguf.GGUFReader(path).fields["tokenizer.chat_template"].contents()
 
 
 def test_the_parts_of_a_message_are_text_and_the_answers_are_marked(tmp_path):

@@ -118,13 +118,16 @@ def test_llama_cpp_answers_a_chat(name, tmp_path):
     to_gguf(model, tmp_path / "model.gguf", words)
     question = "7 and 1?"
     chat = {"messages": [{"role": "user", "content": question}], "max_tokens": 9} | GREEDY
+    turns = [{"role": "user", "content": "5?"}, {"role": "assistant", "content": "6"}, *chat["messages"]]
     ids = prompt_ids(words, question).tolist()
-    chatted, by_ids = ask(tmp_path / "model.gguf", ("chat_completions", chat),
-                          ("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY))
+    *chatted, by_ids = ask(tmp_path / "model.gguf", ("chat_completions", chat),
+                           ("chat_completions", chat | {"messages": turns}),
+                           ("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY))
     compare(by_ids, *expected(model, ids, 8))
     sampling = SimpleNamespace(max_new_tokens=9, temperature=0, top_k=0, seed=0, condition="")
-    ours = "".join(samples_of(model, words, "cpu", question, sampling, stop=True)[0])
-    assert chatted["choices"][0]["message"]["content"] == ours
+    for answer, prompt in zip(chatted, (question, f"5?\n6\n{question}")):  # of several turns as lines
+        ours = "".join(samples_of(model, words, "cpu", prompt, sampling, stop=True)[0])
+        assert answer["choices"][0]["message"]["content"] == ours
 
 
 @dataclass

@@ -141,7 +141,8 @@ def test_a_pasted_text_of_several_lines_is_one_prompt(monkeypatch):
     assert typed(b"one\ntwo\nthree\n") == r"'one\ntwo\nthree'"
 
 
-def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch):
+def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch, capsys):
+    """At its beginning it says, beside standard output, that it forgets each line."""
     asked = []
 
     def ask(shown):
@@ -159,6 +160,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch):
     monkeypatch.setattr(use, "print_pieces", answer)
     done = GPT2.here("--out", runs / GPT2.script, "--chat")
     assert done.code == 0 and done.out == "\nanswered\n" and len(asked) == 3, done.out
+    assert capsys.readouterr().err.count("each line is asked alone") == 1
 
 
 @pytest.mark.full  # a process that imports torch

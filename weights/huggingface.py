@@ -230,11 +230,23 @@ MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
      "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
     USUAL_FIELDS | {"n_layer": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
     "attention dropout modern", modern_to_hf, modern_from_hf)
-CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% set parts = m['content'] or [] %}"  # text or parts
-                 "{% set text = parts if parts is string else parts | map(attribute='text') | join %}"
-                 "{% if m['role'] == 'assistant' %}ANSWER{% generation %}{{ text + eos_token }}"
-                 "{% endgeneration %}{% else %}{{ text }}{% endif %}{% endfor %}"
-                 "{% if add_generation_prompt %}ANSWER{% endif %}")
+# What Conversation.pairs makes of messages: one question, with what was said before as lines, and one answer
+CHAT_TEMPLATE = r"""
+{%- set said = namespace(system='', lines=[], answer=none) %}
+{%- for m in messages %}
+    {%- set parts = m['content'] or [] %}
+    {%- set text = parts if parts is string else parts | map(attribute='text') | join %}
+    {%- if m['role'] in ['system', 'developer'] and not (said.system or said.lines) %}
+        {%- set said.system = text %}
+    {%- elif m['role'] == 'assistant' and loop.last and not add_generation_prompt %}
+        {%- set said.answer = text %}
+    {%- elif text %}
+        {%- set said.lines = said.lines + [text] %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}{{ said.system }}{{ said.lines | join('\n') }}
+{%- if said.answer is not none %}ANSWER{% generation %}{{ said.answer + eos_token }}{% endgeneration %}
+{%- elif add_generation_prompt %}ANSWER{% endif %}"""
 
 
 def _safetensors():

@@ -152,6 +152,9 @@ def use_on_rank0(model: nn.Module, run: Run):
         raise UserError(why_not)
     if prompt is not None:
         answer(prompt, echo=args.num_samples == 1)
+    if chat:
+        print("note: each line is asked alone, without what was said before: to go on with a conversation, "
+              "paste that as lines before the next question", file=sys.stderr)
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
