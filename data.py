@@ -18,6 +18,7 @@ In this file, and who calls it:
     shards    write_atomically, open_shard, read_manifest: prepare/ and what reads
     order     shuffled, Masker: the Loader, train_mlm
     reading   Dataset, Loader, validation_batches: the trainers and ddp_utils
+    batches   plan_batch: how a global batch is divided over ranks: cli/run.py
 """
 
 import contextlib

@@ -8,7 +8,9 @@
     training state      TrainState: clips gradients, steps the optimizer, yields the tensors of a checkpoint
     checkpoints         Checkpoints writes and restores them, find_checkpoint of cli/run.py chooses one;
                         RunLock keeps a directory to one run
-    around a step       start_run, due_after, StopVote, Metrics, evaluate, sample, end_run
+    around a step       start_run, due_after, StopVote (Ctrl-C, signals), Metrics, evaluate, sample, end_run
+
+Which rank gets which samples is in data.py: Loader and plan_batch.
 
 The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
 the same collectives in the same order.

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None):
     world = start(command)  # joins the process group
     # what is not given is as in the run that is resumed
     run = find_run(GPT2, command, world, constants=globals())
-    # set run.metric or run.change_data here: --eval-only uses them, too
+    # set run.metric (see ddp_utils.evaluate) or run.change_data here: --eval-only uses them, too
     if uses_model(run.args):
         return use_run(run)
 

@@ -19,6 +19,8 @@ command gives. The kind of a flag (KINDS) decides the rest:
 - New --data drops the limits and the tokenizer of the old.
 - --resume FILE with --prompt, --export or --eval-only is that file.
 - In training, --resume X into a directory with a later checkpoint of the same branch goes on there.
+
+How a run trains, saves and stops (Ctrl-C) is in ddp_utils.py.
 """
 
 import functools

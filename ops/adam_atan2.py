@@ -1,4 +1,4 @@
-"""The optimizer of HRM-Text: --optimizer adam-atan2."""
+"""The optimizer of HRM-Text: --optimizer adam-atan2. To add another, see make_optimizers in model.py."""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Documents of text, and where they come from."""
+"""Documents of text, and where they come from. To add a source, write a reader and add it to READERS, and its
+prefix to FILE_PREFIXES of data.py.
+"""
 
 import bz2
 import codecs
