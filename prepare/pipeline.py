@@ -379,6 +379,7 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             if source.pairs:
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
+                text = prompt, response, *(c for c in condition if c not in tokenizer.specials)
                 if (end := tokenizer.marker_ids["end"]) >= 0:
                     parts.append([end])
             else:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cli.errors import UserError
 from prepare.packages import needed
-from prepare.vocabulary import ENDS, EOT, MASK, MASKS, Vocabulary, without_surrogates
+from prepare.vocabulary import BLANK, ENDS, EOT, MASK, MASKS, Vocabulary, without_surrogates
 
 
 class HuggingFaceTokenizer(Vocabulary):
@@ -44,17 +44,23 @@ class HuggingFaceTokenizer(Vocabulary):
         same = self.decode(ids).strip() == text
         self.exact = same and self.token_bytes[ids].sum() - len(text) in (0, 1)
 
-    def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
-        """Of the characters of a text, normalized and without white space, how many there are in `all`, and
-        how many are `lost` in its ids, to which special ones may be added. Also the bytes of the text, and
-        those that its tokens seem to have, which some do not spell, for each split.
-        """
+    def letters(self, text: str) -> Counter:
+        """The characters of a text as its normalizer has them, without white space and what stands for it."""
         normalizer = self._tokenizer.normalizer
+        text = normalizer.normalize_str(text) if normalizer else text
+        return Counter("".join(text.replace(BLANK, " ").split()))
+
+    def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
+        """How many `letters` of a text there are in `all`, and how many are `lost` in its ids, to which
+        special ones may be added. Also the bytes of the text, and those that its tokens seem to have, which
+        some do not spell, for each split.
+        """
         text = without_surrogates(text)
-        wanted = Counter("".join((normalizer.normalize_str(text) if normalizer else text).split()))
-        decoded = Counter(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        return Counter({"all": wanted.total(), "lost": (wanted - decoded).total(),
-                        f"{split}_bytes": len(text.encode()),
+        wanted = self.letters(text)
+        decoded = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        # a decoder may take back what the normalizer did, such as a mark for each blank
+        lost = wanted - (Counter(decoded) | self.letters(decoded))
+        return Counter({"all": wanted.total(), "lost": lost.total(), f"{split}_bytes": len(text.encode()),
                         f"{split}_tokens": int(self.token_bytes[ids].sum())})
 
     def encode(self, text: str) -> np.ndarray:

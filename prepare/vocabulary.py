@@ -16,6 +16,7 @@ HRM_TEXT_MARKERS = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
 # The first of each that a tokenizer has is its end of text and its mask.
 ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_MARKERS[0])
 MASKS = (MASK, "<mask>")
+BLANK = "\u2581"  # stands for one in tokens of SentencePiece
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
 
@@ -71,7 +72,7 @@ class Vocabulary:
             if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
                 return 1
             word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
+            return len(word.replace(BLANK, " ").encode())
 
         return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +145,73 @@ def test_lowercasing_and_nfkc_are_no_loss(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("HELLO o\ufb03ce " * 90)
     prepare(f"text:{tmp_path}/a.txt", tmp_path / "out", str(tmp_path / "t.json"))
     assert "loses" not in capsys.readouterr().out
+
+
+def marking(kind: str, every_byte: bool = True) -> str:
+    """A tokenizer.json of characters, whose normalizer or pre-tokenizer marks blanks. Without `every_byte` it
+    knows ASCII only.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    words = ["<unk>", "</s>", "\u2581", "\n", *map(chr, range(33, 127))]
+    words += map("<0x{:02X}>".format, range(256 * every_byte))
+    vocab = {word: i for i, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=every_byte))
+    made.add_special_tokens(["<unk>", "</s>"])
+    mark = normalizers.Replace(" ", "\u2581")
+    first = decoders.Strip(" ", 1, 0)
+    unmark = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "llama":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), mark])
+        made.decoder = decoders.Sequence([*unmark, first])
+    elif kind == "gemma":
+        made.normalizer = mark
+        made.decoder = decoders.Sequence(unmark)
+    elif kind == "t5":
+        runs = normalizers.Replace(Regex(" {2,}"), "\u2581")
+        made.normalizer = normalizers.Sequence([normalizers.NFKC(), runs])
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        made.decoder = decoders.Sequence([*unmark, *[first] * (kind != "never")])
+    return made.to_str()
+
+
+MARKING = ("llama", "gemma", "t5", "first", "always", "never")
+
+
+@pytest.mark.parametrize("kind", MARKING)
+def test_marks_of_blanks_are_no_loss_and_two_hundredths_are(kind, tmp_path, capsys):
+    """As those of Llama 2, Mistral 7B and Gemma, also with the name of a special token as a condition."""
+    (tmp_path / "t.json").write_text(marking(kind))
+    (tmp_path / "ascii.json").write_text(marking(kind, every_byte=False))
+    (tmp_path / "a.txt").write_text("an  old\tman\n and the sea " * 90)
+    (tmp_path / "b.txt").write_text("an old man and the sea of glass " * 50 + "\u4f60" * 25)
+    (tmp_path / "c.jsonl").write_text('{"q": "a b", "a": "c", "kind": "<unk>"}\n' * 20)
+    for name in "t", "ascii":
+        prepare(f"text:{tmp_path}/a.txt", tmp_path / name, str(tmp_path / f"{name}.json"))
+    prepare(f"jsonl:{tmp_path}/c.jsonl", tmp_path / "pairs", str(tmp_path / "t.json"), prompt_field="q",
+            response_field="a", condition_field="kind", val_split="hash:0.1")
+    assert "loses" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"loses 2\.04% of the characters"):
+        prepare(f"text:{tmp_path}/b.txt", tmp_path / "b", str(tmp_path / "ascii.json"))
+
+
+@pytest.mark.parametrize("kind", MARKING)
+def test_a_continuation_has_its_first_blank_and_whole_characters(kind, monkeypatch):
+    """The decoder of some would strip the blank, and a run of bytes is text from its beginning only."""
+    from weights import sampling
+    tokenizer = parse_tokenizer_json(kind, marking(kind))
+    ids = tokenizer.encode("the king of \u4f60\u597d\u4f60\u597d\u4f60\u597d! ").tolist()
+    prompt = tokenizer.encode("the king").tolist()
+    flags = SimpleNamespace(max_new_tokens=99, temperature=0, top_k=0, seed=0)
+    model = SimpleNamespace(config=SimpleNamespace(response=-1, seq_len=64))
+    for text in "the king", "":
+        rest = torch.tensor(ids[len(prompt) if text else 0:])
+        monkeypatch.setattr(sampling, "generate", lambda *_, rest=rest, **__: iter(rest[:, None]))
+        parts = [*sampling.continue_text(model, tokenizer, "cpu", text, flags)]
+        assert text + "".join(parts) == tokenizer.decode(ids)
+        assert all("\ufffd" not in part for part in parts)
 
 
 # ------------------------------------------------------------------------------------ blanks before a mask
