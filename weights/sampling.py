@@ -221,7 +221,7 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
                   file=sys.stderr)
 
     # the model writes all texts at once, as far as the longest of them is read
-    return [stream_text(tokenizer, through_the_end(part, row))
+    return [stream_text(tokenizer, through_the_end(part, row), [] if answers else tokenizer.encode(prompt))
             for row, part in enumerate(itertools.tee(steps, num_samples))]
 
 
@@ -241,16 +241,18 @@ def fill_masks(model: MLM, tokenizer, text: str):
                         for i, p in zip(best.tolist(), probabilities.tolist()))
 
 
-def stream_text(tokenizer, ids):
-    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character."""
-    context = []  # with some tokenizers the text of an id depends on the ids before it
+def stream_text(tokenizer, ids, context=()):
+    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character. With
+    some tokenizers the text of an id depends on the ids before it: `context`, also of whole characters.
+    """
+    context = [*context]
     pending = []
     for i in ids:
         pending.append(int(i))
         text = tokenizer.decode(context + pending)
         if not text.endswith("\ufffd"):
             yield text[len(tokenizer.decode(context)):]
-            context, pending = (context + pending)[-8:], []
+            context, pending = pending, []
     yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)):]
 
 
