@@ -82,13 +82,23 @@ class HuggingFaceTokenizer(Vocabulary):
 
 
 def text_of_merges(name: str) -> str:
-    """The tokenizer.json of GPT-2's older form, vocab.json and merges.txt, in the directory `name`."""
+    """The tokenizer.json of GPT-2's older form in the directory `name`: vocab.json, merges.txt and, if tokens
+    were added, added_tokens.json. Of these, those that special_tokens_map.json names are special.
+    """
     merges = Path(name, "merges.txt")
     with needed("tokenizers", f"the tokenizer {name}"):
-        from tokenizers import ByteLevelBPETokenizer
+        from tokenizers import AddedToken, ByteLevelBPETokenizer
     try:
         old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
+        added, special = (json.loads(path.read_text("utf-8")) if path.is_file() else {} for path in map(
+            merges.with_name, ("added_tokens.json", "special_tokens_map.json")))
+        for token in sorted(added, key=added.get):
+            old.add_tokens([AddedToken(token, special=json.dumps(token) in json.dumps(special))])
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{merges} and vocab.json beside it cannot be read by tokenizers: {error}.")
-    old.add_special_tokens([EOT])
-    return old.to_str()
+        raise UserError(f"{merges} and the .json files beside it cannot be read by tokenizers: {error}.")
+    if EOT in old.get_vocab():
+        old.add_special_tokens([EOT])
+    spec = json.loads(old.to_str())
+    for token in spec["added_tokens"]:
+        token["id"] = added.get(token["content"], token["id"])  # gaps are refused later
+    return json.dumps(spec)

@@ -23,7 +23,7 @@ from prepare import tokenizer_json
 from prepare.packing import write_manifest
 from prepare.pipeline import prepare
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
-from prepare.vocabulary import EOT, tokenizer_id
+from prepare.vocabulary import BYTE_CHARS, EOT, tokenizer_id
 from weights.huggingface import from_hf
 
 
@@ -337,8 +337,42 @@ def test_damaged_files_of_the_older_form_are_one_sentence(gpt2, tmp_path, damage
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "only\n" * (damage == "no merges"))
     if damage != "no vocab":
         (tmp_path / "vocab.json").write_text("{" if damage == "no json" else '{"a": 0}')
-    with pytest.raises(UserError, match="merges.txt and vocab.json beside it cannot be read by tokenizers"):
+    with pytest.raises(UserError, match="merges.txt and .* beside it cannot be read by tokenizers"):
         load_tokenizer(str(tmp_path))
+
+
+def older_form(directory, vocab: dict, **files):
+    """A directory with vocab.json and merges.txt, and further .json files by their names."""
+    directory.mkdir()
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    for name, content in {"vocab": vocab, **files}.items():
+        (directory / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False))
+    return str(directory)
+
+
+@pytest.mark.parametrize("special", [{}, {"pad_token": "<|pad|>"}, {"others": ["<|pad|>"]}])
+def test_tokens_added_to_the_older_form_keep_their_ids(special, tmp_path):
+    """A text encodes to ordinary ones, as that of an added_tokens.json is unless it is named as special."""
+    vocab = {char: i for i, char in enumerate([*sorted(BYTE_CHARS), EOT])}
+    name = older_form(tmp_path / "old", vocab, added_tokens={"[MASK]": 259, "<|é|>": 258, "<|pad|>": 257},
+                      special_tokens_map=special | {"sep_token": {"content": "<|é|>"}})
+    tokenizer = load_tokenizer(name)
+    assert [tokenizer.vocab[token] for token in ("<|pad|>", "<|é|>")] == [257, 258]
+    assert (tokenizer.mask, tokenizer.eot, tokenizer.num_ids) == (259, 256, 260)
+    assert (257 in tokenizer.encode("a<|pad|>b")) == (not special)
+    assert 258 not in tokenizer.encode("a<|é|>b")
+    gap = older_form(tmp_path / "gap", vocab, added_tokens={"<|pad|>": 300})
+    with pytest.raises(UserError, match="have gaps"):
+        load_tokenizer(gap)
+    broken = older_form(tmp_path / "broken", vocab, added_tokens=[1])
+    with pytest.raises(UserError, match="cannot be read by tokenizers"):
+        load_tokenizer(broken)
+
+
+def test_the_older_form_of_roberta_has_its_own_end(tmp_path):
+    words = ["<s>", "</s>", "<mask>", *sorted(BYTE_CHARS)]
+    tokenizer = load_tokenizer(older_form(tmp_path / "old", {word: i for i, word in enumerate(words)}))
+    assert (tokenizer.eot, tokenizer.mask, tokenizer.num_ids) == (1, 2, len(words))
 
 
 @pytest.mark.full
