@@ -158,7 +158,7 @@ def read_manifest(directory: Path) -> dict | None:
         manifest = read_json(path)
         check_types(manifest, dataset=str, settings=dict, complete=bool, dtype=str, tokenizer=dict,
                     shards=list)
-        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, mask=int)
+        check_types(manifest["tokenizer"], name=str, sha256=str, vocab_size=int, eot=int, mask=int)
         if "roles" in manifest:
             check_types(manifest, row=int, roles=dict)
             check_types(manifest["roles"], start=int, response=int, end=int)
@@ -217,6 +217,7 @@ def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> 
     if digest != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
     tokenizer = parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
+    tokenizer.eot = recorded["eot"]  # the rows have it, whatever would be chosen today
     if name is None or name == recorded["name"] and not Path(name).exists():
         return tokenizer
     named = None if name.startswith("bpe:") else load_tokenizer(name)  # bpe:N depends on its text
@@ -444,9 +445,9 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
 def refuse_unlike(contents: dict[Path, tuple[dict, Vocabulary]]):
     """Raises UserError if directories have other tokenizers or roles than the first."""
     (first, (manifest, tokenizer)), *others = contents.items()
-    ids = tokenizer.to_json(), manifest.get("roles")
+    ids = tokenizer.to_json(), tokenizer.eot, manifest.get("roles")
     for directory, (other, its_tokenizer) in others:
-        if (its_tokenizer.to_json(), other.get("roles")) != ids:
+        if (its_tokenizer.to_json(), its_tokenizer.eot, other.get("roles")) != ids:
             raise UserError(f"{directory} and {first} have unlike tokenizers, or only one has "
                             "pairs: prepare one with the --tokenizer and fields of the other.")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from cli.errors import UserError
 from prepare.packages import needed
-from prepare.vocabulary import BLANK, ENDS, EOT, MASK, MASKS, Vocabulary, without_surrogates
+from prepare.vocabulary import EOT, MASK, MASKS, Vocabulary, ends_in, without_surrogates
 
 
 class HuggingFaceTokenizer(Vocabulary):
@@ -24,10 +24,10 @@ class HuggingFaceTokenizer(Vocabulary):
         if hasattr(package.model, "dropout"):  # with which a text has other ids each time
             package.model.dropout = None
         vocab = package.get_vocab()
-        for names in (ENDS, MASKS):
+        spec = json.loads(text)
+        for names in (ends_in(spec), MASKS):
             package.add_special_tokens([next((s for s in names if s in vocab), names[0])])
         vocab = package.get_vocab()
-        spec = json.loads(text)
         declared = {token["content"]: token["id"] for token in spec["added_tokens"]}
         if len({*vocab.values()}) < len(vocab) or vocab != vocab | declared:  # tokenizers fills gaps
             raise UserError(f"the ids of {name} have gaps, so that special tokens would get those of others: "
@@ -45,10 +45,12 @@ class HuggingFaceTokenizer(Vocabulary):
         self.exact = same and self.token_bytes[ids].sum() - len(text) in (0, 1)
 
     def letters(self, text: str) -> Counter:
-        """The characters of a text as its normalizer has them, without white space and what stands for it."""
-        normalizer = self._tokenizer.normalizer
-        text = normalizer.normalize_str(text) if normalizer else text
-        return Counter("".join(text.replace(BLANK, " ").split()))
+        """The characters of a text as its normalizer has them, without white space and SentencePiece's
+        mark for it.
+        """
+        if normalizer := self._tokenizer.normalizer:
+            text = normalizer.normalize_str(text)
+        return Counter("".join(text.replace("\u2581", " ").split()))
 
     def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
         """How many `letters` of a text there are in `all`, and how many are `lost` in its ids, to which
@@ -57,10 +59,10 @@ class HuggingFaceTokenizer(Vocabulary):
         """
         text = without_surrogates(text)
         wanted = self.letters(text)
-        decoded = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        # a decoder may take back what the normalizer did, such as a mark for each blank
-        lost = wanted - (Counter(decoded) | self.letters(decoded))
-        return Counter({"all": wanted.total(), "lost": lost.total(), f"{split}_bytes": len(text.encode()),
+        # normalized, too, because a decoder may take back what the normalizer did, such as a mark for a blank
+        found = self.letters(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return Counter({"all": wanted.total(), "lost": (wanted - found).total(),
+                        f"{split}_bytes": len(text.encode()),
                         f"{split}_tokens": int(self.token_bytes[ids].sum())})
 
     def encode(self, text: str) -> np.ndarray:
@@ -94,11 +96,10 @@ def text_of_merges(name: str) -> str:
             merges.with_name, ("added_tokens.json", "special_tokens_map.json")))
         for token in sorted(added, key=added.get):
             old.add_tokens([AddedToken(token, special=json.dumps(token) in json.dumps(special))])
+        if added.items() - old.get_vocab().items():
+            raise ValueError("the ids of added_tokens.json have to follow those of vocab.json without gaps")
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{merges} and the .json files beside it cannot be read by tokenizers: {error}.")
     if EOT in old.get_vocab():
         old.add_special_tokens([EOT])
-    spec = json.loads(old.to_str())
-    for token in spec["added_tokens"]:
-        token["id"] = added.get(token["content"], token["id"])  # gaps are refused later
-    return json.dumps(spec)
+    return old.to_str()

@@ -13,10 +13,9 @@ RESPONSE = "<|response|>"
 # HRM-Text's tokens for the start of a sample, the start of its response and its end. Other tokenizers use
 # <|endoftext|>, <|response|> and the start of the next sample.
 HRM_TEXT_MARKERS = ("<|im_start|>", "<|im_end|>", "<|box_end|>")
-# The first of each that a tokenizer has is its end of text and its mask.
+# The first of each that a tokenizer has is its mask and, unless it says otherwise, its end of text.
 ENDS = (EOT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]", HRM_TEXT_MARKERS[0])
 MASKS = (MASK, "<mask>")
-BLANK = "\u2581"  # stands for one in tokens of SentencePiece
 # The 256 printable characters that stand for bytes in a tokenizer.json (from GPT-2's encoder).
 BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
 
@@ -24,6 +23,15 @@ BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
 def without_surrogates(text: str) -> str:
     """The text with "?" for lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def ends_in(spec: dict) -> list[str]:
+    """What may be the end of text, best first: what the post-processor of a tokenizer.json puts after a text,
+    as that of ModernBERT does, then ENDS; but never the marker of a response.
+    """
+    single = str(spec.get("post_processor")).partition("'pair'")[0]
+    ends = re.findall(r"(?:'sep': \[|'A'.*?'SpecialToken': {'id': )'(.*?)'", single)
+    return [end for end in (*ends, *ENDS) if end not in (RESPONSE, HRM_TEXT_MARKERS[1])]
 
 
 class Vocabulary:
@@ -43,7 +51,7 @@ class Vocabulary:
         self.name = name
         self.vocab = words | {token["content"]: token["id"] for token in added}
         self.specials = specials
-        self.eot = next(specials[end] for end in ENDS if end in specials)
+        self.eot = next(specials[end] for end in ends_in(spec) if end in specials)
         self.mask_token = next(mask for mask in MASKS if mask in specials)
         self.mask = specials[self.mask_token]
         self.num_ids = max(self.vocab.values()) + 1
@@ -72,7 +80,7 @@ class Vocabulary:
             if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of SentencePiece
                 return 1
             word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
-            return len(word.replace(BLANK, " ").encode())
+            return len(word.replace("\u2581", " ").encode())  # the space of SentencePiece
 
         return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
 

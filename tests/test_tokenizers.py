@@ -25,6 +25,7 @@ from prepare.pipeline import prepare
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
 from prepare.vocabulary import BYTE_CHARS, EOT, tokenizer_id
 from weights.huggingface import from_hf
+from weights.use import tokenizer_for
 
 
 @pytest.fixture
@@ -361,12 +362,10 @@ def test_tokens_added_to_the_older_form_keep_their_ids(special, tmp_path):
     assert (tokenizer.mask, tokenizer.eot, tokenizer.num_ids) == (259, 256, 260)
     assert (257 in tokenizer.encode("a<|pad|>b")) == (not special)
     assert 258 not in tokenizer.encode("a<|é|>b")
-    gap = older_form(tmp_path / "gap", vocab, added_tokens={"<|pad|>": 300})
-    with pytest.raises(UserError, match="have gaps"):
-        load_tokenizer(gap)
-    broken = older_form(tmp_path / "broken", vocab, added_tokens=[1])
-    with pytest.raises(UserError, match="cannot be read by tokenizers"):
-        load_tokenizer(broken)
+    for number, wrong in enumerate(({"<|pad|>": 300}, {"<|pad|>": 5}, {"<|pad|>": "x"}, [1])):
+        broken = older_form(tmp_path / f"broken{number}", vocab, added_tokens=wrong)
+        with pytest.raises(UserError, match="merges.txt and .* cannot be read by tokenizers"):
+            load_tokenizer(broken)
 
 
 def test_the_older_form_of_roberta_has_its_own_end(tmp_path):
@@ -554,6 +553,66 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     ids = words(f"fill {ours.mask_token} in", return_tensors="pt")["input_ids"]
     assert int(ids.max()) < ours.vocab_size == words.vocab_size or ours.mask < ours.vocab_size
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")(ids)
+
+
+# -------------------------------------------------------------------------------- the end that a model knows
+
+ENDED = ["<|endoftext|>", "</s>", "[CLS]", "[SEP]", "[MASK]", "<sep>", "<|response|>"]  # with the ids 2 to 8
+
+
+def ended(kind: str) -> str:
+    """A tokenizer.json with several tokens that may be its end of text, and a post-processor."""
+    from tokenizers import Tokenizer, processors
+    made = Tokenizer.from_str(word_level({"[UNK]": 0, "a": 1}))
+    made.add_special_tokens(ENDED)
+
+    def template(single: str, pair: str | None = None):
+        return processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=[(name, made.token_to_id(name)) for name in ENDED])
+
+    bert = template("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
+    after = {"modernbert": bert, "sequence": processors.Sequence([processors.ByteLevel(), bert]),
+             "bert": processors.BertProcessing(("[SEP]", 5), ("[CLS]", 4)),
+             "roberta": processors.RobertaProcessing(("</s>", 3), ("[CLS]", 4)),
+             "xlnet": template("$A <sep> [CLS]"), "llama": template("[CLS] $A", "[CLS] $A [CLS] $B:1"),
+             "export of pairs": template("</s> $A <|response|>", "</s> $A <|response|> $B </s>")}
+    if kind in after:
+        made.post_processor = after[kind]
+    return made.to_str()
+
+
+@pytest.mark.parametrize("kind, end", [
+    ("modernbert", 5), ("sequence", 5), ("bert", 5), ("roberta", 3), ("xlnet", 7), ("llama", 2), ("none", 2),
+    ("export of pairs", 2)])
+def test_the_end_is_that_of_the_post_processor_or_of_the_config(kind, end, tmp_path):
+    """The marker of a response, a token that begins a text, and what is no single end, are none."""
+    (tmp_path / "tokenizer.json").write_text(ended(kind))
+    assert load_tokenizer(str(tmp_path)).eot == end
+    for config in {"eos_token_id": None}, {"eos_token_id": [5]}, {"eos_token_id": 8}, [], {}:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert load_tokenizer(str(tmp_path)).eot == end, config
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert load_tokenizer(str(tmp_path)).eot == 3
+
+
+def test_data_and_runs_keep_the_end_that_they_have(tmp_path):
+    """Those of before, when it was <|endoftext|>, too; but new ones don't mix with them."""
+    (tmp_path / "tokenizer.json").write_text(ended("modernbert"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a a"}\n' * 99)
+    new, old = (prepare(f"jsonl:{tmp_path}/a.jsonl", tmp_path / name, str(tmp_path / "tokenizer.json"),
+                        val_split="hash:0.5") for name in ("new", "old"))
+    manifest = data.read_manifest(old)
+    manifest["tokenizer"]["eot"] = 2
+    write_manifest(old, manifest)
+    for directory, end in (new, 5), (old, 2):
+        rows = data.Dataset([directory], 8)
+        assert rows.tokenizer.eot == rows.marker_ids["start"] == end
+    assert data.Dataset([new], 8).train.tokens[0][:4].tolist() == [5, 1, 1, 5]
+    with pytest.raises(UserError, match="unlike tokenizers"):
+        data.Dataset([new, old], 8)
+    for config, end in ({"eot": 2}, 2), ({"start": 2}, 2), ({"start": -1}, 5), ({"start": 1}, 5), ({}, 5):
+        model = SimpleNamespace(config=SimpleNamespace(**config))
+        assert tokenizer_for(model, tmp_path).eot == end
 
 
 # ------------------------------------------------------------------------------------------ bits per byte

@@ -80,7 +80,17 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
     where = torch.device(device)
     use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
-    return model.eval(), load_tokenizer(str(path.parent.parent))
+    return model.eval(), tokenizer_for(model, path.parent.parent)
+
+
+def tokenizer_for(model: nn.Module, directory: Path):
+    """The tokenizer beside a model, with the end of text that the model was trained with."""
+    tokenizer = load_tokenizer(str(directory))
+    config = vars(model.config)
+    eot = config.get("eot", config.get("start"))
+    if eot in tokenizer.specials.values():
+        tokenizer.eot = eot
+    return tokenizer
 
 
 def use_model(run: Run):
@@ -117,7 +127,7 @@ def use_on_rank0(model: nn.Module, run: Run):
     out = args.out or Path(saved["path"]).parent.parent
     if not (out / "tokenizer.json").exists():
         raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
-    tokenizer = load_tokenizer(str(out))
+    tokenizer = tokenizer_for(model, out)
     assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
     print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
     if args.export == "gguf":
