@@ -210,7 +210,7 @@ def test_a_continuation_has_its_first_blank_and_whole_characters(kind, monkeypat
     for text in "the king", "":
         rest = torch.tensor(ids[len(prompt) if text else 0:])
         monkeypatch.setattr(sampling, "generate", lambda *_, rest=rest, **__: iter(rest[:, None]))
-        parts = [*sampling.continue_text(model, tokenizer, "cpu", text, flags)]
+        parts = [*sampling.samples_of(model, tokenizer, "cpu", text, flags)[0]]
         assert text + "".join(parts) == tokenizer.decode(ids)
         assert all("\ufffd" not in part for part in parts)
 
