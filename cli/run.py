@@ -469,6 +469,8 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
                             f"weights{way}).")
         if was != value and FLAGS.get(name) != NEW:
             changes.append(f"resuming with {name} {value} (was {was})")
+        elif FLAGS.get(name) == OF_DATA and value:
+            changes.append(f"resuming with {name} {value}, as it was begun: another --out begins without it")
     for text in changes:
         say(text)
 

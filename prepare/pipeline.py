@@ -425,7 +425,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
            row: int | None = None, **limits: int | None) -> Path:
     """Returns directory_of(data), prepared if necessary, up to the limits max_tokens, max_samples and
     min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if
-    it was prepared with other limits.
+    it was prepared with other limits; one that is None is another, but for a directory that `data` names.
 
     The first process of each node prepares. The others watch for the finished manifest instead of waiting in
     a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
@@ -435,17 +435,21 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     # without shards, `prepare` failed early and starts over
     settings = manifest["settings"] if manifest and manifest["shards"] else {}
     prepared = out == Path(data)
-    for flag, limit in limits.items():
-        before = settings.get(flag)
-        if limit not in (None, before) and (settings or prepared):
-            raise UserError(f"{out} was prepared with another --{flag.replace('_', '-')} ({before}, now "
-                            f"{limit}): leave it out, delete that directory, or give data.py prepare another "
-                            "--out, and name that.")
-    if prepared:
-        return out
     prefix = data.partition(":")[0]
     max_tokens = limits.get("max_tokens")
     endless = not max_tokens and (prefix in ("task", "hf") or data in SHORT_NAMES)
+    for flag, limit in limits.items():
+        before = settings.get(flag)
+        if limit is None and (prepared or endless and flag == "max_tokens"):  # see the note below
+            continue
+        if (settings or prepared) and (limit or 0) != (before or 0):
+            name = f"--{flag.replace('_', '-')}"
+            raise UserError(f"{out} was prepared with another {name} ({before}, now {limit}): "
+                            f"{f'give {name} {before}' if before else 'leave it out'} to use it as it is, "
+                            "delete that directory, or give data.py prepare another --out, and name that.")
+    if prepared:
+        return out
+    each = "" if prefix == "task" else ", 20 for each parameter"
     if prefix == "task":
         useful = TASK_TOKENS
         limits["row"] = row
@@ -458,15 +462,16 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     if settings and manifest["complete"]:
         check_source(data, out, settings)
         tokens = total(manifest["shards"], "tokens", "train")
-        if endless and useful > tokens == settings["max_tokens"]:
-            say(f"note: {out} was prepared up to {tokens:,} tokens, and this model would take {useful:,}, 20 "
-                f"for each parameter: for these run python data.py prepare --dataset {data} --tokenizer "
-                f"{settings['tokenizer']} --max-tokens {useful} --out {out}-more, and give --data {out}-more")
+        most = settings.get("max_tokens") or useful
+        if endless and useful > most <= tokens:  # with fewer it ended
+            say(f"note: {out} was prepared up to {most:,} tokens, and this model would take "
+                f"{useful:,}{each}: for these, with the other flags that it had, run python data.py prepare "
+                f"--dataset {data} --tokenizer {settings['tokenizer']} --max-tokens {useful} --out "
+                f"{out}-more, and give --data {out}-more")
         return out
     settings = settings or limits | {"max_tokens": useful if endless else max_tokens}
     if endless and settings["max_tokens"]:
-        why = "" if prefix == "task" else ", 20 for each parameter"
-        say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{why}: --max-tokens chooses another "
+        say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{each}: --max-tokens chooses another "
             "number")
     for key in ("source", "tokenizer"):  # of an unfinished manifest
         settings.pop(key, None)

@@ -10,6 +10,7 @@ broken version is not.
 import argparse
 import contextlib
 import copy
+import functools
 import gzip
 import importlib
 import itertools
@@ -647,6 +648,52 @@ def test_locate(corpus, shards, tmp_path, monkeypatch):
     waiting.join(10)
     assert found == [first] and first == Path("shards/corpus-bytes")
     assert bins(first) == bins(shards)
+
+
+LIMITS = {"max_tokens": None, "max_samples": None, "min_words": None}  # as a trainer has them by default
+
+
+@pytest.mark.parametrize("flag, limit", [("max_tokens", 900), ("max_samples", 12), ("min_words", 3)])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_smoke_test_does_not_limit_the_data_of_a_real_run(tmp_path, monkeypatch, flag, limit, complete):
+    """The same source without the flag is refused, on each process, and each way that is named works."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "x.jsonl", [f"{n} of many rows" for n in range(200)])
+    locate = functools.partial(pipeline.locate, "jsonl:x.jsonl", "bytes", 0)
+    smoke = LIMITS | {flag: limit}
+    out = locate(0, **smoke)
+    if not complete:
+        manifest = data.read_manifest(out)
+        packing.write_manifest(out, manifest | {"complete": False})
+    for rank in (0, 1):
+        with pytest.raises(UserError, match=f"give --{flag.replace('_', '-')} {limit} to use it as it is"):
+            locate(rank, **LIMITS)
+        with pytest.raises(UserError, match="with another"):
+            locate(rank, **smoke | {flag: limit + 1})
+    assert locate(0, **smoke) == out == pipeline.locate(str(out), None, 0, 0, **LIMITS)
+    shutil.rmtree(out)
+    whole = bins(locate(0, **LIMITS))
+    assert whole == bins(locate(0, **LIMITS)), "and again"
+    with pytest.raises(UserError, match=f"None, now {limit}|0, now {limit}.*leave it out to use it as it is"):
+        locate(0, **smoke)
+
+
+def test_fewer_sums_than_the_default_are_said(tmp_path, monkeypatch, capsys):
+    """An endless source has a number of tokens by default, so fewer are not refused without the flag."""
+    monkeypatch.chdir(tmp_path)
+    locate = functools.partial(pipeline.locate, "task:addition", "bytes", 10**9, 0, row=256)
+    out = locate(**LIMITS | {"max_samples": 20})
+    with pytest.raises(UserError, match="give --max-samples 20"):
+        locate(**LIMITS)
+    manifest = data.read_manifest(out)
+    limits = {"max_samples": None, "max_tokens": 900}
+    packing.write_manifest(out, manifest | {"settings": manifest["settings"] | limits})
+    capsys.readouterr()
+    assert locate(**LIMITS) == out
+    said = capsys.readouterr().out
+    assert "prepared up to 900 tokens, and this model would take 3,500,000: for these" in said
+    monkeypatch.setattr(pipeline, "TASK_TOKENS", 900)
+    assert locate(**LIMITS) == out and "note" not in capsys.readouterr().out
 
 
 def test_locate_begins_anew_what_never_got_a_shard(tmp_path, monkeypatch):

@@ -808,6 +808,7 @@ def test_limits_of_the_data_are_kept(tmp_path, monkeypatch):
     shutil.rmtree("shards")
     bare = GPT2.here("--out", "run", "--steps", "4")
     assert bare.code == 0 and "150 documents" in bare.out, bare.out
+    assert bare.out.count("resuming with max_samples 150, as it was begun") == 1, bare.out
     Path("other.txt").write_text("another text " * 3000)
     other = GPT2.here("--out", "run", "--eval-only", "--data", "text:other.txt")
     assert other.code == 0 and "on other-" in other.out, other.out

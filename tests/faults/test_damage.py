@@ -212,9 +212,10 @@ def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = f"text:{corpus}"
     out = pipeline.locate(source, "bytes", 0, 0, max_tokens=5000)
-    with pytest.raises(UserError, match="with another --max-tokens .5000, now 6000.: leave it out, "):
+    with pytest.raises(UserError, match="--max-tokens .5000, now 6000.: give --max-tokens 5000 to use"):
         pipeline.locate(source, "bytes", 0, 0, max_tokens=6000)
-    assert pipeline.locate(source, "bytes", 0, 0, max_tokens=None) == out
+    assert pipeline.locate(source, "bytes", 0, 0, max_tokens=5000) == out
+    assert pipeline.locate(str(out), "bytes", 0, 0, max_tokens=None) == out
 
 
 def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch):
