@@ -522,6 +522,8 @@ class Dataset:
             # of the bytes of its text to those that its tokens spell; NaN if `prepare` has not counted them
             shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
+        self.val_splits = {str(manifest["settings"].get("val_split"))  # of those that have a manifest
+                           for manifest in manifests.values()} - {"None"}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 

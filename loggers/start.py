@@ -101,6 +101,10 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
                 "--warmup or more steps")
     if not all(getattr(rows, "byte_ratio", 1) > 0 for rows in dataset.val.values()):  # it may be NaN
         run.say(NO_BYTES)
+    if len(dataset.val_splits) > 1:
+        run.say(f"WARNING: the directories hold out unlike parts ({', '.join(sorted(dataset.val_splits))}): "
+                "a document that two of them have may be evaluated on through one and trained on through the "
+                "other; if they share any, prepare all with the same --val-split, such as hash:0.1")
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:

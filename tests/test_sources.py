@@ -298,6 +298,28 @@ def test_a_trainer_says_that_nothing_is_evaluated(here):
         assert (name == "none") == ("--val-split hash:0.1" in done.out)
 
 
+def test_a_mixture_whose_parts_are_split_unlike_is_told_so(here):
+    """Of a set and a part of it, each prepared as by default; the way that is named works."""
+    rows = [{"text": f"row {n} of many"} for n in range(400)]
+    large, small = write_rows(here / "x.jsonl", *rows), write_rows(here / "y.jsonl", *rows[::4])
+
+    def in_both(split: str, *splits: str) -> int:
+        """How many documents are in a validation set and in a training set."""
+        for name, dataset, val_split in zip(("a", "b", "c"), (large, small, large), splits):
+            prepared(dataset, here / split / name, val_split=val_split)
+        sets = {f"{name} {part}": {*read_documents(here / split / name, part)}
+                for name in ("a", "b") for part in ("train", "val")}
+        mixture = f"{split}/a,{split}/b,{split}/b"
+        done = Trainer("train_gpt2.py").train(0, mixture, here / f"{split}-run", steps=1)
+        assert done.code == 0, done.out
+        named = done.out.count("prepare all with the same --val-split, such as hash:0.1")
+        assert named == (split == "unlike"), done.out
+        return len(sets["a train"] & sets["b val"]) + len(sets["b train"] & sets["a val"])
+
+    assert in_both("unlike", "hash:0.01", "hash:0.1") > 0
+    assert in_both("alike", "hash:0.1", "hash:0.1") == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"prompt_field": "q", "response_field": "r"}])
 def test_blank_lines_are_no_documents_of_a_resumed_source(here, options):
     (here / "x.jsonl").write_text("\n\n".join(json.dumps({"text": str(n), "q": n, "r": 0}) for n in range(9)))
