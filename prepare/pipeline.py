@@ -82,6 +82,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
             return out
+        source.reading = manifest.setdefault("reading", {"quoted": True})  # as it was until 2026-11-28
         if manifest["shards"]:
             say(f"{out} resumes after {len(manifest['shards'])} shards")
         writer = ShardWriter(out, manifest, thread)
@@ -198,7 +199,8 @@ def start_manifest(out: Path, source: Source) -> dict:
     recorded = {"name": name, "sha256": sha256_of(out / "tokenizer.json"),
                 "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot, "mask": tokenizer.mask}
     manifest = {"format": 1, "dataset": source.dataset, "settings": settings, "complete": False,
-                "shards": [], "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded}
+                "shards": [], "dtype": shard_dtype(tokenizer.vocab_size), "tokenizer": recorded,
+                "reading": source.reading}
     if source.pairs:
         manifest |= {"row": settings["row"], "roles": tokenizer.marker_ids}
     manifest["whole"] = identity_of(source, LARGEST_READ)

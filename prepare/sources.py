@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import csv
 import datetime
+import decimal
 import glob
 import gzip
 import itertools
@@ -27,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.errors import RetryableError, UserError, access, first_line, names_in
+from cli.errors import RetryableError, UserError, access, first_line, names_in, say
 from data import (
     FILE_PREFIXES,
     SHORT_NAMES,
@@ -41,6 +42,8 @@ from prepare.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
+# a line of a tsv in which each field that begins with a quote closes; the group is what has to be in quotes
+CLOSED = r'(?:(?:^|\t)(?:"(?:[^"\t]++|(\t|""))*+"(?=\t|\r?\n?$)|(?!")[^\t]*+))*\r?\n?'
 ASKS = "system developer user human tool function observation".split()  # roles of messages
 ANSWERS = "assistant gpt chatgpt model function_call".split()
 # of whether a message is to be learned, as OpenAI, Mistral, axolotl, ms-swift, Tinker and torchtune name them
@@ -134,6 +137,8 @@ class Source:
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
+        self.reading = {}  # what it was found to be: the revision of a repository, whether a tsv is quoted
+        self.schema = None  # Arrow's, if there is one
         self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
         self.identity = identity_of(self)
         if self.tail and self.kind != "text":
@@ -172,43 +177,51 @@ class Source:
         """
         for number, name in enumerate(self.fields):
             value = row
+            kind = self.schema
             try:
                 for part in [name] if name in row else name.split("."):
-                    value = None if value is None else value[part]
+                    if value is not None:
+                        value = value[part]
+                        kind = hasattr(kind, "names") and kind.field(part).type
             except (KeyError, TypeError):
                 inside = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
                 raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
                                 "another, or write a null where it is missing.")
+            if isinstance(value, float) and str(kind).endswith("float"):  # of 32 bits, or a halffloat
+                value = kind.to_pandas_dtype()(value)  # whose text is 4.2, and not 4.199999809265137
             messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
             if messages and value is not None:
                 yield Conversation(where, value if isinstance(value, list) else [value], self.progress)
             else:
                 yield text_of(value, f"{where} field {name!r},")
 
-    def checked_texts(self, where, row: dict | None):
-        """The same of a row that has fields of its own, or is None."""
+    def checked_texts(self, where, row: dict | None, names=None):
+        """The same of a row that has fields of its own, also with their `names` in the file, or is None."""
         if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply, or no object: each line, or each "
-                            "item of one array (of 64M characters at most), must be one JSON object.")
-        self.check_fields(where, row)
+            raise UserError(f"{where} is not JSON, or nested too deeply, or no object, or has a name "
+                            "twice: each line, or each item of one array (of 64M characters at most), must "
+                            "be one JSON object.")
+        self.check_fields(where, names or row)
         yield from self.texts(where, row)
 
     def check_fields(self, where, there) -> list[str]:
         """The columns with the `fields`, of `meta.text` that is `meta`. UserError unless all are `there`."""
         columns = [name if name in there else name.partition(".")[0] for name in self.fields]
         self.progress.unread |= dict.fromkeys(name for name in there if name not in columns)
-        if not (missing := [name for name, column in zip(self.fields, columns) if column not in there]):
+        if not (missing := [name for name, column in zip(self.fields, columns)
+                            if [*there].count(column) != 1]):
             return [*dict.fromkeys(columns)]
         flag = "--prompt-field NAME --response-field NAME" if self.pairs else "--text-field NAME"
         if missing[0] == self.val_field:
             flag = "--val-field NAME"
         if tokenizer := self.settings.get("tokenizer"):
             flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
-        raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them "
-                        f"in python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
+        raise UserError(f"{where} has {'several fields' if missing[0] in there else 'no field'} "
+                        f"{missing[0]!r} but {', '.join(there)}: choose among them in python data.py prepare "
+                        f"--dataset {shlex.quote(self.dataset)} {flag} "
                         "and train on the directory that this makes. Rows that lack it need a null there, a "
                         "field inside of another has a name with a dot, as meta.text, and the first row of a "
-                        "table names its fields.")
+                        "table names its fields, each another name.")
 
 
 def find_source(dataset: str) -> tuple[str, list[Path]]:
@@ -364,22 +377,47 @@ def lines_of(path, progress):
 def read_csv(source, progress):
     """Tables, whose first row has the names of the fields."""
     csv.field_size_limit(LONGEST)
+    tsv = source.kind == "tsv"
+    if tsv and "quoted" not in source.reading:
+        source.reading["quoted"] = quotes_enclose(source.files)
+        say(f"quotes in {source.dataset} {'enclose fields' if source.reading['quoted'] else 'are text'}, as "
+            "in its first 1,000 rows")
+    quoted = source.reading.get("quoted", True)
     for path in source.files:
         lines = lines_of(path, progress)
         head = next(lines, "")
-        delimiter = "\t" if source.kind == "tsv" else max(",;", key=head.count)
-        rows = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
+        delimiter = "\t" if tsv else max(",;", key=head.count)
+        if tsv and quoted:  # a row that goes on in the next line gets too many fields
+            lines = (line if re.fullmatch(CLOSED, line) else delimiter * len(head) for line in lines)
+        rows = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True,
+                              quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
             for row in rows:
                 if None in (*row, *row.values()):  # what is too much, or missing
                     raise csv.Error("it has more fields, or fewer")
-                yield source.checked_texts(f"{path}, line {rows.line_num},", row), None
+                yield source.checked_texts(f"{path}, line {rows.line_num},", row, rows.fieldnames), None
         except csv.Error as error:
             line = rows.reader.line_num  # rows.line_num is that of the row before
             raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): take tsv: "
-                            "before a table that tabs divide, csv: for commas or semicolons. A field that "
-                            "holds one of these, a quote or the end of a line has to be between quotes, and "
-                            "quotes in it are doubled, as Python's csv.writer and spreadsheets write it.")
+                            "before a table that tabs divide, csv: for commas or semicolons. A field of a "
+                            "csv that holds one of these, a quote or the end of a line has to be between "
+                            "quotes, and quotes in it are doubled, as Python's csv.writer and spreadsheets "
+                            "write it. A field of a tsv cannot hold the end of a line: make a csv of such a "
+                            "table, as csv.writer does of the rows of csv.reader(file, 'excel-tab').")
+
+
+def quotes_enclose(files: list[Path]) -> bool:
+    """Whether quotes in a tsv enclose fields: if each field that begins with one closes in its row, and one
+    of these holds a tab or a quote, in the first 1,000 rows of each file.
+    """
+    held = None
+    for path in files:
+        for line in itertools.islice(lines_of(path, Progress()), 1001):
+            row = re.fullmatch(CLOSED, line)
+            if not row:
+                return False
+            held = held or row[1]
+    return held is not None
 
 
 def read_jsonl(source, progress):
@@ -396,8 +434,10 @@ def read_jsonl(source, progress):
                 yield json_texts(source, f"{path}, line {number},", line), None
 
 
-# numbers stay as they are written, and NaN is missing
-JSON = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=lambda text: text.replace("NaN", ""))
+# numbers stay as they are written, NaN is missing, and what has a name twice is no object
+JSON = json.JSONDecoder(
+    parse_float=str, parse_int=str, parse_constant=lambda text: text.replace("NaN", ""),
+    object_pairs_hook=lambda pairs: named if len(named := dict(pairs)) == len(pairs) else pairs)
 
 
 def json_texts(source, where, line):
@@ -432,6 +472,7 @@ def read_parquet(source, progress):
     for path in source.files:
         with readable(path):
             file = parquet.ParquetFile(path)
+            source.schema = file.schema_arrow
             columns = source.check_fields(path, file.schema_arrow.names)
             for batch in file.iter_batches(1000, columns=columns):
                 yield from rows_of(source, path, batch.to_pydict())
@@ -448,6 +489,7 @@ def read_hub(source, progress):
                                  "the directory in shards/ from a machine that has prepared it.")
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
+        source.schema = rows.features and rows.features.arrow_schema
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
         # row by row is far slower
         for batch in rows.select_columns(columns).iter(batch_size=1000):
@@ -541,6 +583,8 @@ def text_of(value, where: str) -> str:
     """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
     if value is None or isinstance(value, numbers.Number) and value != value:  # missing, among numbers
         return ""
+    if isinstance(value, decimal.Decimal):
+        value = f"{value:f}"  # never 0E-8
     if isinstance(value, bytes):
         value = value.decode()  # ValueError if it is no text
     if isinstance(value, bool):

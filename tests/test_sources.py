@@ -391,29 +391,31 @@ def test_a_text_field_that_would_not_be_read_is_refused(here):
     assert texts_of(dataset, text_field="body") == ["x"]
 
 
-TABLES = {  # each is the same two rows
+TABLES = {  # each is the same two rows; a row of tab.tsv ends with its line
     "comma.csv": b'text,n\r\n"One, ""two"";\r\nthree",007\r\n\r\n\xc3\xb1,NA\r\n',
     "marked.csv": codecs.BOM_UTF8 + b'n,text\n007,"One, ""two"";\r\nthree"\nNA,\xc3\xb1',
     "semicolon.csv": b'text;n\n"One, ""two"";\r\nthree";007\n\xc3\xb1;NA\n',
-    "tab.tsv": b'text\tn\n"One, ""two"";\r\nthree"\t007\n\xc3\xb1\tNA\n'}
+    "tab.tsv": b'text\tn\n"One, ""two"";\tthree"\t007\n\xc3\xb1\tNA\n'}
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_read_as_it_stands(here, name):
     kind = name[-3:]
+    rows = ['One, "two";\tthree' if kind == "tsv" else 'One, "two";\r\nthree', "ñ"]
     for file, pack in ((name, bytes), (f"{name}.gz", gzip.compress)):
         (here / file).write_bytes(pack(TABLES[name]))
-        assert texts_of(f"{kind}:{file}") == ['One, "two";\r\nthree', "ñ"]
+        assert texts_of(f"{kind}:{file}") == rows
         assert texts_of(f"{kind}:{file}", text_field="n") == ["007", "NA"]
         assert f"is a file: use '{kind}:{file}', or " in refused(file, "out")
     (here / f"{name}.0").write_text("")  # the control: a file without rows adds none
-    assert texts_of(f"{kind}:{name}*") == 2 * ['One, "two";\r\nthree', "ñ"]
+    assert texts_of(f"{kind}:{name}*") == 2 * rows
 
 
 @pytest.mark.parametrize("kind, text, line", [
     ("csv", 'text,n\na,1\nb,c,2\n', 3), ("csv", 'text,n\na,1\nb\n', 3),
     ("csv", 'text,n\na,1\n"an open quote,2\nb,3\n', 4), ("csv", 'text,n\n"she said \\"no\\", twice",1\n', 2),
-    ("csv", 'text\tn\nno, never\t1\n', 2), ("tsv", 'text\tn\r\n"no" is what she said\t1\r\n', 2),
+    ("csv", 'text\tn\nno, never\t1\n', 2), ("tsv", 'text\tn\r\n"no\nis what she said"\t1\r\n', 2),
+    ("tsv", 'text\tn\n"a\tb"\t1\n' + "c\t2\n" * 1000 + '\n"open\nquote"\t3\n', 1004),
     ("csv", 'text,n\r"no",1\ryes,2\r', 1)])
 def test_a_damaged_table_is_refused_and_csv_writes_one_that_is_read(here, kind, text, line):
     (here / f"my rows.{kind}").write_bytes(text.encode())
@@ -423,6 +425,100 @@ def test_a_damaged_table_is_refused_and_csv_writes_one_that_is_read(here, kind, 
     with open(here / "mended.csv", "w", newline="") as file:
         csv.writer(file).writerows([["text", "n"], ['she said "no",\ntwice', 1]])
     assert texts_of("csv:mended.csv") == ['she said "no",\ntwice']
+
+
+ROWS = "text\tn\n" + "".join(f"row {n} of a tsv\t{n}\n" for n in range(1200))
+
+
+@pytest.mark.parametrize("text, quoted, some", [
+    ('"Yes," he said.\t1\n', False, '"Yes," he said.'), ('"Yes."\t1\n', False, '"Yes."'),
+    ('"Yes, he said.\t1\nNo."\t2\n', False, '"Yes, he said.'), ('5" of rain\t""\n', False, '5" of rain'),
+    ('"Yes.\tNo."\t1\n', True, "Yes.\tNo."), ('"""Yes"" he said."\t1\n', True, '"Yes" he said.'),
+    ('"Yes.\tNo."\t1\r\n"No."\t2\n', True, "No."), ('"Yes.\tNo."\t1\n"No\t2\n', False, None)])
+def test_quotes_in_a_tsv_enclose_fields_only_if_they_have_to(here, capsys, text, quoted, some):
+    (here / "x.tsv").write_text(ROWS.replace("\n", f"\n{text}", 1), newline="")
+    if some is None:  # as text, its first row has too many fields
+        assert "x.tsv, line 2, does not end a row" in refused("tsv:x.tsv", "out")
+        return
+    out = prepared("tsv:x.tsv", "out", val_split="hash:0.000001")
+    documents = read_documents(out, "train")
+    assert some in documents and len(documents) == 1200 + text.count("\n")
+    assert data.read_manifest(out)["reading"] == {"quoted": quoted}
+    assert capsys.readouterr().out.count("quotes in tsv:x.tsv " + ("enclose" if quoted else "are text")) == 1
+
+
+def test_how_a_tsv_is_quoted_is_kept(here, capsys):
+    """Also of one that was begun when all of them were read as a csv."""
+    options = {"val_split": "hash:0.000001", "shard_tokens": 5000}
+    (here / "x.tsv").write_text(ROWS.replace("\n", '\n"a b"\t1\n', 1))
+    for out, reading, first in (("now", {"quoted": False}, '"a b"'), ("then", None, "a b")):
+        with pytest.MonkeyPatch.context() as patch:
+            if not reading:
+                patch.setattr(sources, "quotes_enclose", lambda files: True)
+            prepared_until(1, "tsv:x.tsv", out, **options)
+            manifest = data.read_manifest(here / out)
+            assert manifest["reading"] == (reading or {"quoted": True})
+            if not reading:
+                del manifest["reading"]
+                packing.write_manifest(here / out, manifest)
+        capsys.readouterr()
+        assert read_documents(prepared("tsv:x.tsv", here / out, **options), "train")[0] == first
+        assert "quotes in" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "parquet", "jsonl", "array"])
+def test_a_field_that_is_there_twice_is_refused(here, form):
+    import pyarrow
+    from pyarrow import parquet
+    rows = [["a", "b", "c"], ["d", "e", "f"]]
+
+    def written(*names):
+        if form == "parquet":
+            columns = [*map(pyarrow.array, zip(*rows))]
+            parquet.write_table(pyarrow.Table.from_arrays(columns, names), "x.parquet")
+            return "parquet:x.parquet"
+        if form in ("csv", "tsv"):
+            with open(f"x.{form}", "w", newline="") as file:
+                csv.writer(file, delimiter=",\t"[form == "tsv"]).writerows([names, *rows])
+            return f"{form}:x.{form}"
+        lines = ["{" + ", ".join(f'"{k}": "{v}"' for k, v in zip(names, row)) + "}" for row in rows]
+        (here / "x.json").write_text(f"[{','.join(lines)}]" if form == "array" else "\n".join(lines))
+        return "jsonl:x.json"
+
+    found = refused(written("text", "text", "n"), "out")
+    assert "several fields 'text' but text, text, n" in found or "or has a name twice" in found
+    assert texts_of(written("text", "n", "m")) == ["a", "d"]
+    if "json" not in form and form != "array":  # as spreadsheets leave empty columns at the end
+        assert texts_of(written("text", "n", "n")) == ["a", "d"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "hf"])
+def test_numbers_of_a_table_are_text_as_they_were_written(here, form):
+    import decimal
+
+    import pyarrow
+    (here / "set").mkdir()
+    values = [4.2, 2.0, 1e20, None, float("nan"), 1e-7]
+    texts = ["4.2", "2.0", "1e+20", "", "", "1e-07"]
+    floats = pyarrow.array(values, pyarrow.float32())
+    columns = {"narrow": floats, "wide": pyarrow.array([float(value or 0) for value in floats.to_pylist()]),
+               "meta": pyarrow.array([{"a": {"n": n}, "b": "x"} for n in values[:5]] + [None], pyarrow.struct(
+                   {"a": pyarrow.struct({"n": pyarrow.float32()}), "b": pyarrow.string()})),
+               "exact": pyarrow.array([decimal.Decimal(n) for n in ("0", "4.2", "-1e-8", "7", "1e3", "0.10")],
+                                      pyarrow.decimal128(18, 8)),
+               "whole": pyarrow.array([2**63, 1, None, 2**53 + 1, 0, 5], pyarrow.uint64())}
+    columns["half"] = pyarrow.array(data.np.array([0.1, 4.2, 2, 6e-5, 3e4, data.np.nan], data.np.float16))
+    dataset = write_table(here / "set" / "x.parquet", **columns)
+
+    def read(field):
+        return texts_of("hf:set" if form == "hf" else dataset, text_field=field)
+
+    assert read("narrow") == texts
+    assert read("wide")[:2] == ["4.199999809265137", "2.0"]  # the control: these are what was written
+    assert read("meta.a.n") == [*texts[:5], ""] and read("meta.b") == [*"xxxxx", ""]
+    assert read("exact")[:3] == ["0.00000000", "4.20000000", "-0.00000001"]
+    assert read("whole") == [str(2**63), "1", "", str(2**53 + 1), "0", "5"]
+    assert read("half") == ["0.1", "4.2", "2.0", "6e-05", "3e+04", ""]
 
 
 @pytest.mark.parametrize("name", ["book", "new"])
