@@ -483,12 +483,17 @@ def read_hub(source, progress):
     name, configuration = repository(source.dataset)
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     with readable(name):
-        if not Path(name).exists() and not reachable(hub):
-            raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, tsv:, "
-                                 "jsonl:, parquet:) or the source stdlib, which every machine has, or copy "
-                                 "the directory in shards/ from a machine that has prepared it.")
+        if not Path(name).exists():
+            if not reachable(hub):
+                raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, "
+                                     "tsv:, jsonl:, parquet:) or the source stdlib, which every machine has, "
+                                     "or copy the directory in shards/ from a machine that has prepared it.")
+            import huggingface_hub
+            # the same files after a kill, whatever becomes of the repository
+            source.reading.setdefault("revision", huggingface_hub.dataset_info(name).sha)
         import datasets  # takes 1.2 s
-        rows = datasets.load_dataset(name, configuration, split="train", streaming=True)
+        rows = datasets.load_dataset(name, configuration, split="train", streaming=True,
+                                     revision=source.reading.get("revision"))
         source.schema = rows.features and rows.features.arrow_schema
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
         # row by row is far slower

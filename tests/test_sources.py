@@ -2,6 +2,7 @@
 that names file, line and field and a command that works.
 """
 
+import argparse
 import bz2
 import codecs
 import csv
@@ -837,8 +838,8 @@ def test_a_split_that_was_asked_for_is_not_an_older_default(here):
     assert "another val_split (hash:0.5, now hash:0.1)" in refused(dataset, "out")
 
 
-def prepared_until(writes: int, dataset: str, out, **options):
-    """A prepare that is stopped after so many writes."""
+def stopped_after(writes: int):
+    """A substitute for ShardWriter._write that raises KeyboardInterrupt after so many writes."""
     write = packing.ShardWriter._write
     count = iter(range(writes))
 
@@ -847,8 +848,13 @@ def prepared_until(writes: int, dataset: str, out, **options):
             raise KeyboardInterrupt
         write(*arguments)
 
+    return written
+
+
+def prepared_until(writes: int, dataset: str, out, **options):
+    """A prepare that is stopped after so many writes."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(packing.ShardWriter, "_write", written)
+        patch.setattr(packing.ShardWriter, "_write", stopped_after(writes))
         prepared(dataset, out, **options)
     manifest = data.read_manifest(Path(out))
     assert manifest["shards"] and not manifest["complete"]
@@ -971,6 +977,40 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "corpus").mkdir()
     rows = [json.dumps({"text": f"{n} " + "a b c " * 150}) for n in range(200)]
     (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(rows))
+
+
+def test_a_repository_that_changes_after_a_kill_is_read_as_it_was(hub, monkeypatch, tmp_path):
+    """Also where an earlier pass has trained the tokenizer."""
+    import datasets
+    import huggingface_hub
+    load = datasets.load_dataset
+    shutil.copytree("corpus", "one")
+    (tmp_path / "two").mkdir()
+    text = (tmp_path / "one" / "a.jsonl").read_text()
+    (tmp_path / "two" / "a.jsonl").write_text(text.replace("a b c", "d e f"))
+    newest = ["one"]
+
+    def load_dataset(name, configuration, split, streaming, revision):
+        return load(revision or newest[0], configuration, split=split, streaming=streaming)
+
+    monkeypatch.setattr(sources, "reachable", lambda url: True)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: argparse.Namespace(sha=newest[0]))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    options = {"workers": 1, "shard_tokens": 30_000}
+    for tokenizer in ("bytes", "bpe:300"):
+        newest[0] = "one"
+        whole = prepare("hf:some/corpus", tmp_path / f"whole {tokenizer}", tokenizer, **options)
+        killed = tmp_path / f"killed {tokenizer}"
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline.ShardWriter, "_write", stopped_after(1))
+            with pytest.raises(KeyboardInterrupt):
+                prepare("hf:some/corpus", killed, tokenizer, **options)
+        newest[0] = "two"
+        assert data.read_manifest(killed)["reading"] == {"revision": "one"}
+        assert bins(prepare("hf:some/corpus", killed, tokenizer, **options)) == bins(whole)
+        assert len(bins(whole)) > 2
+    later = prepare("hf:some/corpus", tmp_path / "later", "bytes", **options)
+    assert bins(later) != bins(tmp_path / "whole bytes"), "the control"
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),
