@@ -910,15 +910,12 @@ def test_other_sources_hold_out_as_before(here, dataset):
     assert pipeline.settings_of(dataset)["val_split"] == "hash:0.01"
 
 
-def test_shards_of_the_older_default_go_on(here):
-    """Complete ones, and those of a prepare that was killed."""
+def test_a_prepare_that_was_killed_goes_on_with_its_split(here):
+    """With the split that was named; another one is refused, also the default."""
     dataset = write_rows(here / "x.jsonl", *({"text": f"row {n} of many"} for n in range(900)))
     whole = prepared(dataset, here / "whole", val_split="hash:0.01", shard_tokens=5000)
-    assert prepared(dataset, whole, shard_tokens=5000) == whole
-    prepared_until(1, dataset, here / "killed", val_split="hash:0.01", shard_tokens=5000)
-    killed = prepared(dataset, here / "killed", shard_tokens=5000)
-    assert bins(killed) == bins(whole) and len(bins(whole)) > 2
-    assert "another val_split" in refused(dataset, whole, val_split="hash:0.1", shard_tokens=5000)
+    for split in None, "hash:0.1":
+        assert "another val_split" in refused(dataset, whole, val_split=split, shard_tokens=5000)
     (here / "x.txt").write_text("|".join(f"document {n}" for n in range(900)))
     options = {"split_on": "|", "shard_tokens": 5000, "val_split": "tail:0.3"}
     whole = prepared("text:x.txt", here / "tail", **options)
