@@ -1237,6 +1237,7 @@ class RunLock:
     def acquire(self):
         """Creates the directory and locks it. Raises UserError."""
         path = self.out / ".lock"  # never a link, because its content gets replaced
+        self._made = not self.out.exists()
         try:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -1275,7 +1276,13 @@ class RunLock:
             return False
 
     def release(self):
-        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
+        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints. Removes a
+        directory that this start has made and in which no run has begun, see RunLog.begin.
+        """
+        with suppress(OSError):
+            empty = {*os.listdir(self.out)} <= {".lock", "checkpoints", "tb", "train.log"}
+            if self._made and empty and not self.lost():
+                shutil.rmtree(self.out)
         self._file.close()
 
 

@@ -67,6 +67,7 @@ from ddp_utils import (
     run_and_wait,
     step_of,
 )
+from loggers.wandb import require_wandb
 from model import compute_dtype, num_params, pad_vocab
 from prepare.pipeline import locate
 from prepare.vocabulary import tokenizer_id, without_surrogates
@@ -249,6 +250,8 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_together(args, world)
+    if args.wandb and not (saved or uses_model(args)):  # before data are prepared; later WandbRun asks
+        on_rank0(require_wandb)
     if weights and not saved:
         assert_context(model_class, weights, args.seq_len)
     constants = {name: value for name, value in constants.items()

@@ -3,10 +3,17 @@
 import os
 import re
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from cli.errors import FAULTS, UserError, at_end
 from loggers.machine import why_not
+
+
+def require_wandb():
+    """Raises UserError if the package is missing."""
+    if not find_spec("wandb"):
+        raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
 
 
 class WandbRun:
@@ -16,6 +23,7 @@ class WandbRun:
     """
 
     def __init__(self, log):
+        require_wandb()
         settings = log.settings
         self._run = None  # none if nothing can be sent
         at_end.callback(self.close)  # after an error wandb's own process would drop what it has not sent
@@ -31,8 +39,6 @@ class WandbRun:
             for record in log.records:
                 self.log(record)
         except FAULTS as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == "wandb":
-                raise UserError("--wandb needs the package wandb: pip install wandb, or give --no-wandb.")
             self.close()
             log.say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
 

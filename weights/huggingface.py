@@ -382,6 +382,7 @@ def config_from_hf(model_class: type, source: str):
     """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
     UserError if it holds another architecture.
     """
+    _safetensors()  # which reads the weights, but only after the run has its directory
     family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
     if not directory.is_dir():
         try:
