@@ -105,7 +105,7 @@ from prepare.vocabulary import tokenizer_of_run, without_surrogates
 from weights.sampling import write_sample
 
 SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
 # it warns against in-place operations in selectively checkpointed code; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
@@ -151,6 +151,8 @@ def launch(main):
     global launched
     launched = main
     get_error_handler().initialize()
+    # the kernel sends it each second from the soft limit on: StopVote hears the next one
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
         with access():
             main()
@@ -160,7 +162,8 @@ def launch(main):
     at_end.exit_code = code
     unwritten = one_has_failed() and Checkpoints.unwritten
     for signum in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
-        signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
+        ignored = unwritten or signum == signal.SIGXCPU
+        signal.signal(signum, signal.SIG_IGN if ignored else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
@@ -1629,7 +1632,7 @@ def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Gene
 class StopVote:
     """Stops all ranks after the same step, when any of them gets a signal.
 
-    SIGTERM, SIGINT, SIGUSR1, SIGHUP and the death of torchrun set a flag. `vote`, called after each step and
+    STOP_SIGNALS and the death of torchrun set a flag. `vote`, called after each step and
     each evaluation batch, starts a small all-reduce of it. Its result is read a step or batch later, so no
     rank waits for another.
     """

@@ -55,7 +55,8 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # how long torchrun leaves its processes after SIGTERM, for a checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
-# Static rendezvous: rank 0 is always on node 0. SIGUSR1 would otherwise end torchrun and nothing else.
+# Static rendezvous: rank 0 is always on node 0. SIGUSR1 and what follows would otherwise end torchrun and
+# nothing else.
 # torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
 # from what may go well at the next try.
 # A torchrun that a signal ends does not come to the barrier at which the others wait for it, five minutes.
@@ -71,4 +72,4 @@ except ChildFailedError as error:
     sys.exit(2 if error.get_first_failure()[1].exitcode == 2 else 1)
 ' --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-conf="timeout=$PREFLIGHT_TIMEOUT" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU "$@"
