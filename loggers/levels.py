@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import torch
+from tqdm import tqdm  # comes with datasets
 
 from cli.errors import FAULTS
 from cli.flags import SHARDED
 from data import Shards, validation_batches
-from ddp_utils import Run, TrainState, World, reduce_sum
+from ddp_utils import Run, StopVote, TrainState, World, reduce_sum
 from loggers.machine import why_not
 from loggers.picture import figure_class, save_picture
 
@@ -17,19 +18,23 @@ COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the table
 
 def show_levels(state: TrainState, run: Run):
     """Shows how an HRM whose cycles are drawn at random answers each validation set of pairs after each
-    cycle. Every rank calls this, at the end of a run.
+    cycle. Every rank calls this, at the end of a run. A signal ends the table, and the run is complete.
     """
     c, named = state.model.config, run.dataset.val
     # a shard's parameters are gathered for whole forward passes only
     if len(named) < 2 or not c.least_cycles or c.response < 0 or run.args.strategy in SHARDED:
         return
-    levels, samples = {}, []
+    levels, samples, stop = {}, [], StopVote(run.world)
     state.model.eval()
     with state.averaged_weights():
-        for name, shards in named.items():
+        # on rank 0, where that has a terminal
+        for name, shards in tqdm(named.items(), "levels", disable=not run.world.is_rank0 or None):
             levels[name], number = by_cycles(state.model, shards, c.used_cycles, state.world, run.batch,
-                                             MOST_ROWS)
+                                             MOST_ROWS, stop)
             samples.append(round(number))
+            stop.read()
+            if stop.agreed:
+                return run.say("the table of exact matches by cycles was stopped")
     state.model.train()
     run.say(f"exact matches in % by cycles ({c.least_cycles} to {c.h_cycles} in training), "
             f"at least {min(samples)} held-out samples a level:\n" + table(levels | means(levels)))
@@ -45,9 +50,9 @@ def show_levels(state: TrainState, run: Run):
 
 @torch.no_grad()
 def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
-              rows: int | None = None) -> tuple[list[float], float]:
-    """The share of exact matches after each cycle, from 1 to `most`, and the number of samples. Every rank
-    calls this.
+              rows: int | None = None, stop=None) -> tuple[list[float], float]:
+    """The share of exact matches after each cycle, from 1 to `most`, and the number of samples, up to a
+    signal that `stop`, a StopVote, hears. Every rank calls this.
     """
     sums = torch.zeros(1 + most, dtype=torch.float64, device=world.device)
     for x, y in validation_batches(shards, batch, world, rows):
@@ -55,6 +60,8 @@ def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
             _, batch_sums = model.loss(z_h, x, y)
             sums[cycle] += batch_sums["exact"]
         sums[0] += batch_sums["samples"]
+        if stop and stop.vote():
+            break
     samples, *exact = reduce_sum([*sums], world)
     return [n / max(samples, 1) for n in exact], samples
 
