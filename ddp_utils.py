@@ -161,9 +161,9 @@ def launch(main):
         code, text, reason = ending_of(error)
     at_end.exit_code = code
     unwritten = one_has_failed() and Checkpoints.unwritten
-    for signum in STOP_SIGNALS:  # when the first process fails, torchrun sends signals to the others
-        ignored = unwritten or signum == signal.SIGXCPU
-        signal.signal(signum, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    # when the first process fails, torchrun sends signals to the others; SIGXCPU, the last, ends nothing
+    for signum in STOP_SIGNALS[:-1]:
+        signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
         print(text, file=sys.stderr, flush=True)
@@ -548,8 +548,9 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
     model.to_empty(device="cpu" if offload else world.device)
     for (module, name), buffer in buffers.items():
         if buffer.is_meta:
-            raise UserError(f"the buffer {name} of {type(module).__name__} is made from a parameter, which "
-                            "has no values yet when the model is built: make it in forward.")
+            raise UserError(f"the buffer {name} of {type(module).__name__.removeprefix('FSDP')} is made from "
+                            "a parameter, which has no values yet when the model is built: make it in "
+                            "forward.")
         setattr(module, name, buffer.to(world.device))
     return model
 
@@ -1240,7 +1241,6 @@ class RunLock:
     def acquire(self):
         """Creates the directory and locks it. Raises UserError."""
         path = self.out / ".lock"  # never a link, because its content gets replaced
-        self._made = not self.out.exists()
         try:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -1279,13 +1279,7 @@ class RunLock:
             return False
 
     def release(self):
-        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints. Removes a
-        directory that this start has made and in which no run has begun, see RunLog.begin.
-        """
-        with suppress(OSError):
-            empty = {*os.listdir(self.out)} <= {".lock", "checkpoints", "tb", "train.log"}
-            if self._made and empty and not self.lost():
-                shutil.rmtree(self.out)
+        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
         self._file.close()
 
 

@@ -14,6 +14,8 @@ Attention does not cross document boundaries. Training masks --mask-rate of the 
 masks the same 15 %.
 """
 
+import sys
+
 import data
 import ddp_utils as ddp
 from cli.errors import local_rank
@@ -78,7 +80,7 @@ def list_presets():
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
               f"{length:>9} {row['lr']:6g}  {use}")
         source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
-        commands.append(f"torchrun --nproc_per_node={gpus} train_mlm.py --preset {name}{source}")
+        commands.append(f"torchrun --nproc_per_node={gpus} {sys.argv[0]} --preset {name}{source}")
     print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
           "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
     print(*commands, sep="\n")

@@ -250,7 +250,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_together(args, world)
-    if args.wandb and not (saved or uses_model(args)):  # before data are prepared; later WandbRun asks
+    if args.wandb and not uses_model(args):  # before it prepares data and claims a directory
         on_rank0(require_wandb)
     if weights and not saved:
         assert_context(model_class, weights, args.seq_len)

@@ -168,13 +168,19 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     mode = args.checkpoint_activations
     device = torch.device("cuda" if gpus else "cpu")
     labels = inputs["labels" if "labels" in inputs else "targets"].numel()
-    activations = cross_entropy.logits_bytes(labels, model.config.padded_vocab, dtype, compiled)
+    logits = cross_entropy.logits_bytes(labels, model.config.padded_vocab, dtype, compiled)
+    kept = {}  # activations by mode, the fastest first
     without = ""
-    try:
-        activations += kept_for_backward(model_class, model.config, device, dtype, mode, inputs, compiled)
-    except Exception as error:  # such as shapes that depend on the data
-        without = " without the activations of blocks"
-        say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room for them")
+    for other in ("none", "selective", "block"):
+        try:
+            kept[other] = logits + kept_for_backward(model_class, model.config, device, dtype, other, inputs,
+                                                     compiled)
+        except Exception as error:  # such as shapes that depend on the data
+            if other == mode:
+                without = " without the activations of blocks"
+                say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room "
+                    "for them")
+    activations = kept.get(mode, logits)
     say(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
         f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
         f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
@@ -192,10 +198,15 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
     ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
-    ways += [f"--strategy {strategy}" for strategy in fitting] or ["more processes"]
-    ways += ["--checkpoint-activations block"] * (mode != "block")
-    say(f"--strategy {chosen} "
-          + (f"fits{without}." if chosen in fitting else f"does not fit: use {' or '.join(ways)}."))
+    ways += [f"--strategy {strategy}" for strategy in fitting]
+    fast = [other for other in kept if fits(table[chosen] | {"activations": kept[other]}, gigabytes, device)]
+    ways += [f"--checkpoint-activations {other}" for other in fast]
+    if fast:
+        say(f"with --strategy {chosen} these --checkpoint-activations fit, the fastest first: "
+            f"{', '.join(fast)}")
+    both = "--strategy zero3 with --checkpoint-activations block, or then with more processes"
+    say(f"--strategy {chosen} " + (f"fits{without}." if chosen in fitting else
+                                   f"does not fit: use {' or '.join(ways) or both}."))
     return sum(table[chosen].values()) / 1e9 / gigabytes
 
 

@@ -106,7 +106,13 @@ class Heartbeat:
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
     def wait_for_all(self):
-        """Raises RunError if a rank does not show up within the timeout. Then chooses gloo's network card."""
+        """Raises RunError if a rank does not show up within the timeout, and UserError on a rank with another
+        WORLD_SIZE than the first. Then chooses gloo's network card.
+        """
+        size = self.store.compare_set("world size", "", f"{self.world_size}").decode()
+        if size != f"{self.world_size}":
+            raise UserError(f"WORLD_SIZE is {self.world_size} here and {size} on another rank: give all "
+                            "processes the same.")
         deadline = time.monotonic() + self.timeout
         while not self.call(self.store.check, self.keys):
             if time.monotonic() > deadline:

@@ -102,7 +102,13 @@ def main(argv: list[str] | None = None):
         args = parser.parse_args(argv)
         with access():
             if args.runs[1:]:
-                curves = compare({run: records_of(run) for run in args.runs}, args.json)
+                runs = {}
+                for run in args.runs:
+                    try:
+                        runs[run] = records_of(run)
+                    except UserError as error:
+                        print(f"left out: {error}", file=sys.stderr)
+                curves = compare(runs or {run: records_of(run)}, args.json)
                 show_picture(Path("comparison.png"), draw_losses, curves)
             else:
                 show_run(*args.runs) if args.runs else watch_machine(args)

@@ -24,7 +24,8 @@ def compare(runs: dict[Path, list[dict]], as_json: bool) -> dict:
         config = read_config(run)
         numbers = {"parameters": config.get("parameters"), **curve.agg(NUMBERS)}
         table[str(run)] = numbers | config.get("settings", {})
-    table = DataFrame(table).drop(["out", "resume"], errors="ignore")
+    table = DataFrame(table).drop(["out", "resume", "wanted_batch", "eval_batch", "largest_batch"],
+                                  errors="ignore")  # of one command, or no flags
     # None is a value, NaN is not: other trainers and older runs have no such flag
     differ = table.map(lambda value: value if value != value else str(value)).nunique(axis=1) > 1
     differ[[*numbers]] = True

@@ -23,7 +23,6 @@ class WandbRun:
     """
 
     def __init__(self, log):
-        require_wandb()
         settings = log.settings
         self._run = None  # none if nothing can be sent
         at_end.callback(self.close)  # after an error wandb's own process would drop what it has not sent

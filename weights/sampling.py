@@ -92,8 +92,8 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
             loss = model(row, targets, **options)[1]["loss"] / T
     except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
-        say(f"WARNING: {type(model).__name__} is not checked before it writes ({first_line(error)})",
-            file=sys.stderr)
+        say(f"WARNING: {type(model).__name__.removeprefix('FSDP')} is not checked before it writes "
+            f"({first_line(error)})", file=sys.stderr)
         return ""
     error = (passes - whole[-2:]).std() / whole.std()
     of_logits = F.cross_entropy(whole, targets[0])

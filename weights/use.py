@@ -151,6 +151,9 @@ def use_on_rank0(model: nn.Module, run: Run):
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
 
     def answer(prompt: str, echo: bool = False):
+        if saved["settings"]["data"] == "task:addition" and len(prompt) != 25:
+            print("note: the model was trained on sums of two numbers of twelve digits alone, such as "
+                  "400123456789+400876543211", file=sys.stderr)
         texts = samples_of(model, tokenizer, world.device, prompt, args, True, args.num_samples)
         if echo:
             print(prompt, end="\n" * (model.config.response >= 0))
