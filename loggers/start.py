@@ -51,7 +51,8 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
                   f"{len(blocks)} blocks")
     ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"
-    run.say("; ".join([f"{run.model_class.__name__} {settings['size']}: {parameters}", *shape, ids]))
+    name = type(model).__name__.removeprefix("FSDP")  # which has shards
+    run.say("; ".join([f"{name} {settings['size']}: {parameters}", *shape, ids]))
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -59,7 +60,7 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     run.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
     if not blocks:
-        run.say(f"WARNING: no layer of {run.model_class.__name__} inherits Block of model.py, so none is "
+        run.say(f"WARNING: no layer of {name} inherits Block of model.py, so none is "
                 "compiled, recomputed by --checkpoint-activations or sharded by itself")
 
     hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())

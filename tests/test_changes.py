@@ -15,9 +15,10 @@ from ddp_utils import list_checkpoints
 ROW = re.compile(r"\| ([a-z][\w -]+) \| (\d) \| (before|instead of) `(.+?)` \| (.+) \|")
 # the most lines that each may take
 BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
-          "a curve": 1, "norms of the gradients": 4, "a metric": 5, "best.pt by another number": 1, "early stopping": 3,
-          "noise on the gradient": 3, "a batch that grows": 4, "shorter rows at first": 3, "another loss": 3,
-          "a frozen embedding": 2, "a block frozen until step 1000": 4}
+          "a curve": 1, "norms of the gradients": 4, "a metric": 5, "the best by another number": 1,
+          "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
+          "shorter rows at first": 3, "another loss": 3, "a frozen embedding": 2,
+          "a block frozen until step 1000": 4}
 FIRST_TIER = ("an optimizer of your own", "a second validation set", "a metric", "early stopping",
               "a batch that grows")
 TABLE = {row[1]: row.groups()[1:] for row in map(ROW.match, (
@@ -103,7 +104,7 @@ def check(name: str, steps: list[dict], evaluations: list[dict], said: str) -> N
         assert all(step["gradient_0"] > 0 for step in steps) and "| gradient_0 " in said
     elif name == "a metric":
         assert all(0 <= e["val_spaces"] <= 1 for e in evaluations) and "| val_spaces " in said
-    elif name == "best.pt by another number":
+    elif name == "the best by another number":
         assert all(e["best_metric"] == e["val_bits_per_byte"] for e in evaluations)
         assert "best evaluation " in said
     elif name == "a curve":

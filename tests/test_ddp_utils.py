@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -730,6 +731,33 @@ def test_a_norm_on_the_device_is_used_as_a_number():
     assert type(2 * norm) is torch.Tensor and norm.item() == 0.75  # as a logged number
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+def test_what_batch_systems_send_stops_a_run(world, number):
+    handlers = {one: signal.getsignal(one) for one in ddp_utils.STOP_SIGNALS}
+    try:
+        stop = ddp_utils.StopVote(world)
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+            stop.vote()
+        assert stop.vote() == number
+        stop.read()
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+
+
+@pytest.mark.full
+def test_a_limit_of_cpu_time_is_heard_whenever_it_comes(tmp_path, shards):
+    """The kernel sends SIGXCPU each second from the limit on, here before the first step."""
+    limit = ("import os, sys; from resource import RLIMIT_CPU, RLIM_INFINITY, setrlimit; "
+             "setrlimit(RLIMIT_CPU, (8, RLIM_INFINITY)); "
+             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+    flags = ["--data", shards, "--out", tmp_path / "run", "--steps", "100000", "--device", "cpu"]
+    done = finish(start([sys.executable, "-c", limit, ROOT / "train_gpt2.py", *flags]))
+    assert done.code == 0 and "stopped by SIGXCPU after step" in done.out, done.out
+    assert list_checkpoints(tmp_path / "run")
+
+
 @pytest.mark.parametrize("loss, warned", [("all", True), ("response", False)])
 def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     """Pairs, of which only a few tokens are learned, need many passes."""
@@ -746,6 +774,11 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
     assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
                        "3.8 an epoch")
+    sharded = make_state(world, strategy="zero2")
+    sharded.model.__class__ = type("FSDPHRM", (HRM,), {})
+    said.clear()
+    say_plan(run, sharded, log, Counter(["a GPU"]), True)
+    assert said[0].startswith("HRM tiny: ")
 
 
 def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, world):

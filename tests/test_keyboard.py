@@ -304,10 +304,15 @@ def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monk
         assert last.endswith(f": pip install --force-reinstall {package}.")
 
 
-@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
-def test_a_package_that_is_missing(package, runs, monkeypatch):
+@pytest.mark.parametrize("package", ["gguf", "tokenizers", "safetensors"])
+def test_a_package_that_is_missing(package, runs, tmp_path, shards, monkeypatch):
     from prepare import bpe
     monkeypatch.setitem(sys.modules, package, None)
+    if package == "safetensors":
+        done = GPT2.train(0, shards, tmp_path / "run", init_from=f"hf:{tmp_path}")
+        assert done.code == 2 and "needs the package safetensors" in done.out, done.out
+        assert not (tmp_path / "run").exists()
+        return
     if package == "gguf":
         done = GPT2.here("--out", runs / GPT2.script, "--export", "gguf")
         assert done.out.endswith("error: --export gguf needs the package gguf: pip install gguf.\n"), done.out

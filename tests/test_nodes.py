@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -191,6 +192,22 @@ def test_empty_variables_of_a_launcher_are_none(launched):
     empty = dict.fromkeys((*names, "RANK", "WORLD_SIZE"), "")
     done = fork(0, "train_gpt2.py", "--device", "cpu", "--data", "stdlib", "--dry-run", **empty)
     assert done.code == 0 and "1 processes" in done.out, done.out
+
+
+def test_processes_with_another_world_size_are_named_by_all():
+    """One of them ends, and the others, who wait for ranks that never come, say why."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    first, second = (heartbeat.Heartbeat(store, rank, size, "here", 20, False, None)
+                     for rank, size in ((0, 3), (1, 2)))
+    waiting = ThreadPoolExecutor(1).submit(first.wait_for_all)
+    while not first.store.check(["world size"]):
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="WORLD_SIZE is 2 here and 3 on another rank: give all") as refused:
+        second.wait_for_all()
+    second.stop(str(refused.value))
+    with pytest.raises(RunError, match="rank 1 on node0 .* failed first: WORLD_SIZE is 2 here"):
+        waiting.result(10)
+    first.stop("")
 
 
 def test_a_port_that_no_machine_has():

@@ -1,4 +1,4 @@
-"""What a trainer of one's own adds around an evaluation and with a second model: a metric, a best of its own, a
+"""What a trainer of one's own adds around an evaluation and with a second model: a metric, another best, a
 model that draws while it is evaluated, a teacher, losses per token, labels and parameters that it changes.
 """
 

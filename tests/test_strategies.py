@@ -245,6 +245,26 @@ def test_dry_run_says_what_fits():
     assert "is not GPUs" in TRAINERS["gpt2"].here("--dry-run", "8").out
 
 
+def test_dry_run_names_each_recomputation_that_fits(monkeypatch, capsys):
+    """With 1 GB of activations without any, 0.1 with `selective`; `block` cannot be counted."""
+    kept = {"none": 1e9, "selective": 1e8}
+    monkeypatch.setattr(dry_run, "kept_for_backward", lambda *given: kept[given[4]])
+    args = run_of("--data", "stdlib", "--tokenizer", "bytes", "--checkpoint-activations", "selective").args
+
+    def said(gigabytes: float) -> list[str]:
+        monkeypatch.setattr(dry_run, "machine", lambda *_: (1, gigabytes))
+        dry_run.dry_run(GPT2, args)
+        return capsys.readouterr().out.splitlines()[-2:]
+
+    fit = "with --strategy ddp these --checkpoint-activations fit, the fastest first: "
+    assert said(80) == [fit + "none, selective", "--strategy ddp fits."]
+    assert said(0.5)[0] == fit + "selective"
+    args.checkpoint_activations = "none"
+    assert said(0.5)[1].endswith(": use a smaller --batch or --checkpoint-activations selective.")
+    assert said(0.01)[1].endswith(": use --strategy zero3 with --checkpoint-activations block, or then with "
+                                  "more processes.")
+
+
 def test_dry_run_leaves_more_room_on_a_cpu():
     """Where fragmentation has taken 13 % of HRM 25m."""
     fit = [dry_run.fits({"together": 0.9e9}, 1.0, torch.device(device)) for device in ("cuda", "cpu")]

@@ -4,8 +4,10 @@ import argparse
 import collections
 import itertools
 import json
+import os
 import random
 import re
+import signal
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
         assert f"prompt:\n{prompt}\nresponse:\nsome text\n\n" in done.out and "in the data" not in done.out
 
 
-def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
+def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "TASK_TOKENS", 30000)
     for module in (sources, pipeline):
@@ -120,6 +122,9 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch)
     groups = r"\| trained-1 \d+\.\d%, .*, untrained-5 \d+\.\d%, .*, untrained-8 \d+\.\d% \|"
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert "bits per byte" not in done.out and "cycles" not in done.out
+    for prompt, noted in (("123456789+876543211", True), ("400123456789+400876543211", False)):
+        used = Trainer("train_gpt2.py").here("--out", "run", "--prompt", prompt, "--max-new-tokens", "1")
+        assert used.code == 0 and ("of twelve digits alone" in capsys.readouterr().err) == noted, used.out
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()
     other = pipeline.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
     assert data.read_manifest(other)["row"] == 300
@@ -166,17 +171,22 @@ def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
     assert {key for key in now if now[key] != before[key]} == {"steps"}
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_the_table_by_cycles_has_the_exact_matches_of_the_evaluation(processes, tmp_path):
-    """In the column of the cycles of the evaluation."""
+@pytest.fixture
+def prepared(tmp_path):
+    """Pairs with two validation sets: answers 3 to every third number that is odd, else 1."""
     lines = ({"q": f"{n}", "a": "13"[n % 3 == 0 and n % 2], "of": f"{'un' * (n % 2)}trained-{n % 2}"}
              for n in range(300))
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    shards = prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "shards", "bytes", prompt_field="q",
-                     response_field="a", val_field="of", row=32, val_split="hash:0.3", workers=1)
+    return prepare(f"jsonl:{tmp_path}/lines.jsonl", tmp_path / "shards", "bytes", prompt_field="q",
+                   response_field="a", val_field="of", row=32, val_split="hash:0.3", workers=1)
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_the_table_by_cycles_has_the_exact_matches_of_the_evaluation(processes, tmp_path, prepared):
+    """In the column of the cycles of the evaluation."""
     hrm = Trainer("train_hrm.py", steps=20, ff=64, lr=1e-2, eval_batches=0, l_cycles=1, bp_cycles=1,
                   inject_input=True, max_new_tokens=1)
-    done = hrm.train(processes, shards, tmp_path / "run", h_cycles="1:2")
+    done = hrm.train(processes, prepared, tmp_path / "run", h_cycles="1:2")
     assert done.code == 0 and "exact matches in % by cycles (1 to 2 in training)" in done.out, done.out
     missing = "levels.png is not drawn: pip install matplotlib" in done.out
     assert missing != (tmp_path / "run" / "levels.png").exists()
@@ -186,8 +196,26 @@ def test_the_table_by_cycles_has_the_exact_matches_of_the_evaluation(processes, 
         shares = [float(share) for share in row.split()]  # after 1, 2, 3 and 4 cycles
         assert len(shares) == 4 and shares[-1] == pytest.approx(100 * found[f"val_exact/{name}"], abs=0.051)
         assert shares[-1] > 10
-    fixed = hrm.train(processes, shards, tmp_path / "fixed", h_cycles=2, steps=1)
+    fixed = hrm.train(processes, prepared, tmp_path / "fixed", h_cycles=2, steps=1)
     assert fixed.code == 0 and "by cycles" not in fixed.out, fixed.out
+
+
+def test_ctrl_c_ends_the_table_and_the_run_is_complete(tmp_path, monkeypatch, prepared):
+    batches, read = levels.validation_batches, []
+
+    def interrupted(*given):
+        if not read:
+            os.kill(os.getpid(), signal.SIGINT)
+        for batch in batches(*given):
+            read.append(batch)
+            yield batch
+
+    monkeypatch.setattr(levels, "validation_batches", interrupted)
+    hrm = Trainer("train_hrm.py", steps=1, ff=64, h_cycles="1:2", l_cycles=1, bp_cycles=1, inject_input=True,
+                  max_new_tokens=1, batch=1)
+    done = hrm.train(0, prepared, tmp_path / "run")
+    assert done.code == 0 and "cycles was stopped" in done.out and "training complete" in done.out, done.out
+    assert "exact matches in %" not in done.out and len(read) == 2, done.out
 
 
 def test_levels_are_counted_after_each_cycle(monkeypatch):
@@ -204,6 +232,8 @@ def test_levels_are_counted_after_each_cycle(monkeypatch):
     monkeypatch.setattr(levels, "reduce_sum", lambda values, world: [2 * value.item() for value in values])
     world = argparse.Namespace(device="cpu")
     assert levels.by_cycles(Model(), None, 4, world, 2) == ([0.25, 0.5, 0.75, 0.75], 8)
+    stop = argparse.Namespace(vote=lambda: signal.SIGINT)  # after the first batch
+    assert levels.by_cycles(Model(), None, 4, world, 2, stop=stop) == ([0.5, 0.5, 1.0, 1.0], 4)
     found = {"trained-1": [0.5, 1.0], "trained-2": [0.25, 0.5], "untrained-3": [0.0, 0.125]}
     assert levels.table(found | levels.means(found)).splitlines() == [
         "level                  1      2",

@@ -102,7 +102,8 @@ def test_four_two_four(tmp_path, shards):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2,
+                                    signal.SIGXCPU])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, shards, number):
     out = tmp_path / "run"
     changes = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import run
 from runs import Trainer, assert_close_runs, evaluations_of
 
+import train_mlm
 from ddp_utils import list_checkpoints, read_checkpoint
 from prepare import packing
 
@@ -63,6 +65,13 @@ def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
     assert done.code == 0 and "= 512 sequences" in done.out, done.out
     shape = read_checkpoint(list_checkpoints(tmp_path / "run")[0])["model_config"]
     assert (shape["n_layer"], shape["n_head"]) == (4, 4)
+
+
+def test_a_copy_lists_the_presets_with_its_own_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mine/train_bert.py"])
+    train_mlm.list_presets()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "torchrun --nproc_per_node=8 mine/train_bert.py --preset 8gpu_large"
 
 
 @pytest.mark.parametrize("flags, sentence", [

@@ -181,4 +181,4 @@ def test_without_the_package_it_is_refused_in_one_sentence(shards, tmp_path, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     done = TRAINER.train(0, shards, tmp_path / "run", wandb=True)
     said = "error: --wandb needs the package wandb: pip install wandb, or give --no-wandb."
-    assert done.code == 2 and said in done.out, done.out
+    assert done.code == 2 and said in done.out and not (tmp_path / "run").exists(), done.out
