@@ -106,7 +106,9 @@ def main(argv: list[str] | None = None):
                 for run in args.runs:
                     try:
                         runs[run] = records_of(run)
-                    except UserError as error:
+                    except UserError as error:  # as of a file in runs/*
+                        if not run.exists():
+                            raise
                         print(f"left out: {error}", file=sys.stderr)
                 curves = compare(runs or {run: records_of(run)}, args.json)
                 show_picture(Path("comparison.png"), draw_losses, curves)

@@ -32,7 +32,8 @@ def make(directory: Path, name: str, losses: dict[int, float], config: dict | No
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> list[Path]:
     monkeypatch.chdir(tmp_path)
-    older = {"settings": {**SETTINGS, "lr": 1e-2, "MIN_LR_RATIO": 0.1}}
+    older = {"settings": {**SETTINGS, "lr": 1e-2, "MIN_LR_RATIO": 0.1,
+                          "wanted_batch": 8, "eval_batch": 8, "largest_batch": 8}}
     newer = {"parameters": 868352, "settings": {**SETTINGS, "min_lr": 0.1, "BETAS": [0.9, 0.99],
                                                 "wanted_batch": 9, "eval_batch": 9, "largest_batch": 9}}
     tuned = {"parameters": 868352, "settings": {**SETTINGS, "min_lr": 0.1, "init_from": "hf:gpt2"}}
@@ -101,14 +102,16 @@ def test_the_picture_has_each_run_over_steps_tokens_and_hours(runs, capsys, monk
 
 
 def test_what_cannot_be_compared_is_one_sentence(runs, tmp_path, capsys, monkeypatch):
-    code, out, errors = command(capsys, "nowhere", "nothing")
-    assert code == 2 and not out and "error: nothing has no metrics.jsonl" in errors, errors
+    code, out, errors = command(capsys, runs[0], "nowhere")
+    assert code == 2 and not out and errors.startswith("error: nowhere has no metrics.jsonl"), errors
+    assert errors.count("\n") == 1
     # as in runs/*; the table has the others
     (tmp_path / "other").mkdir()
     (tmp_path / "notes.txt").touch()
     code, out, errors = command(capsys, *runs, "other", "notes.txt", "--json")
     assert code == 0 and [*json.loads(out)] == [*map(str, runs)], errors
     assert "left out: other has no" in errors and "left out: notes.txt has no" in errors, errors
+    assert command(capsys, "other", "notes.txt")[0] == 2
     # one that has just begun, and one whose config.json is damaged, have less to say
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").touch()
