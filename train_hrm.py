@@ -124,6 +124,8 @@ def main(argv: list[str] | None = None):
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
+    if state.ema:
+        state.ema.constant = args.size == "1b-published"
     meta = metadata(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state)
     log = ddp.start_run(run, state, meta, step)

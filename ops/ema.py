@@ -15,12 +15,14 @@ def local_shard(tensor: Tensor) -> Tensor:
 @dataclass
 class EMA:
     """An exponential moving average of the parameters, for evaluation, sampling and export. The decay grows
-    with the number of updates, so that the average soon leaves the first, untrained weights.
+    with the number of updates, unless it is `constant`, so that the average soon leaves the first, untrained
+    weights.
     """
 
     model: nn.Module
     decay: float
     updates: int = 0
+    constant: bool = False
 
     def __post_init__(self):
         self.params = dict(self.model.named_parameters())
@@ -34,7 +36,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self):
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        decay = self.decay if self.constant else min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         torch._foreach_lerp_([local_shard(t) for t in self.average.values()],
                              [local_shard(p) for p in self.params.values()], 1 - decay)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHARED
+from runs import Trainer
 from states import flags_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -1112,6 +1113,21 @@ def test_the_average_of_a_short_run_has_left_the_first_weights():
     for _ in range(100):
         ema.update()
     assert all(((average - 1).abs() < 1e-6).all() for average in ema.average.values())
+
+
+def test_the_average_of_1b_published_has_a_constant_decay(shards, tmp_path, monkeypatch):
+    ema = EMA(nn.Linear(4, 3), 0.9999)
+    ema.constant = True
+    ema.average["weight"].zero_()
+    ema.update()
+    torch.testing.assert_close(ema.average["weight"], ema.params["weight"] * 1e-4)
+    seen = []
+    monkeypatch.setattr(EMA, "update", lambda ema: seen.append(ema.constant))
+    trainer = Trainer("train_hrm.py", ff=48, h_cycles=1, l_cycles=1, bp_steps=2, steps=1, max_new_tokens=1,
+                      checkpoint_activations="none", ema=0.99)
+    for size in ("1b-published", "tiny"):
+        assert trainer.train(0, shards, tmp_path / size, size=size).code == 0
+    assert seen == [True, False]
 
 
 def test_ema_swaps_back_bit_for_bit():
