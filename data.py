@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, access, names_in, run_command
+from cli.errors import RetryableError, UserError, access, at_end, names_in, run_command
 from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
 from prepare.vocabulary import Vocabulary
 
@@ -387,8 +387,12 @@ def check_ids(path: Path, tokens: np.ndarray, tokenizer):
 class Shards:
     """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
     `label_mask`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
-    that is named twice counts twice. Reading a row raises UserError if it has an id that the tokenizer lacks.
+    that is named twice counts twice. Reading a row raises UserError if it has an id that the tokenizer lacks,
+    or if the tokenizer isn't that of the run.
     """
+
+    of_run = None  # the tokenizer.json of the Dataset that this process trains on, see check_sets
+    ids = None  # that of its own
 
     def __init__(self, paths: list[Path], seq_len: int, label_mask=None, tokenizer=None):
         self.paths = paths
@@ -410,6 +414,9 @@ class Shards:
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
+        if self.ids and self.of_run not in (None, self.ids):
+            raise UserError(f"{self.paths[0].parent} has another tokenizer than the data of this run: "
+                            "prepare it with their tokenizer.json.")
         begin = 0
         for path, (first, grid, following) in zip(self.paths, self.grids):
             end = rows.searchsorted(first + len(grid))
@@ -481,6 +488,7 @@ class Dataset:
     """
 
     masker_class = Masker
+    vocab_size = None  # of rows of a trainer's own, if their ids aren't the tokenizer's
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
                  loss: str | None = None):
@@ -511,7 +519,7 @@ class Dataset:
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         # the tokens of the longest file of each validation set that fills no row
         self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
-        self.ids = self.tokenizer.to_json(), self.marker_ids
+        self.ids = self.tokenizer.to_json()
         for shards in (self.train, *self.val.values()):
             shards.ids = self.ids
             first = shards.paths[0]
@@ -528,14 +536,16 @@ class Dataset:
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
     def check_sets(self):
-        """Raises UserError if a trainer has put in a set without rows, or with ids of another tokenizer."""
-        for name, rows in self.val.items():
-            if getattr(rows, "ids", self.ids) != self.ids:
-                raise UserError(f"the validation set {name} has another tokenizer or other pairs than the "
-                                f"training data: prepare it with the tokenizer.json of {self.name}.")
-        if not all(rows.rows for rows in (self.train, *self.val.values())):
-            raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
-                            "some, or take that set out of dataset.val.")
+        """Raises UserError if a trainer has put in a set without rows, or with ids of another tokenizer.
+        From here on to the end of the run, Shards of another one can't be read.
+        """
+        Shards.of_run = self.ids
+        at_end.callback(setattr, Shards, "of_run", None)
+        for rows in (self.train, *self.val.values()):
+            if not rows.rows:
+                raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
+                                "some, or take that set out of dataset.val.")
+            read_rows(rows, np.arange(1))  # raises if the ids are of another tokenizer
 
 
 def refuse_saved(where: str):

@@ -63,7 +63,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import monitor
 from cli.errors import (
@@ -688,6 +688,10 @@ def assert_all_train(model: nn.Module, optimizers: list):
         if closure and closure.default is closure.empty:
             raise UserError(f"{type(optimizer).__name__} evaluates the loss again in its step, and a trainer "
                             "has one loss for each step: use an optimizer whose step needs no closure.")
+        if inside := [type(value).__name__ for value in torch.utils._pytree.tree_leaves(vars(optimizer))
+                      if isinstance(value, Optimizer) and value.state is not optimizer.state]:
+            raise UserError(f"no checkpoint would hold the state of {listed(inside)}, which "
+                            f"{type(optimizer).__name__} wraps: use one that has it in its own state[p].")
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole and isinstance(model, FSDPModule):
         raise UserError(f"{listed(whole)} came into the model after new_model, so it is in no shard and its "
@@ -772,7 +776,7 @@ def skips_on_device(optimizer, whole) -> bool:
     With zero1, `whole` has the parameters of all ranks, so that they agree. What wraps or extends these
     classes may do more in a step. SGD would keep a first momentum without values.
     """
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooks = whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks
     known = type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
     return known and all(group["fused"] and p.is_cuda
                          for group in whole.param_groups for p in group["params"])
@@ -792,13 +796,18 @@ class TrainState:
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # of DDP's buckets, by parameter
         self.world = world
+        self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
         if self.zero1:  # each process updates some of the parameters and sends those in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
-            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
-                                                       parameters_as_bucket_view=True)
-                               for o in optimizers]
+            if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers):
+                raise UserError(
+                    "zero1 makes the optimizers again: register hooks on state.optimizers, after TrainState.")
+            # in the trainer's list, too, which may register hooks later
+            optimizers[:] = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
+                                                     parameters_as_bucket_view=True)
+                             for o in optimizers]
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
         self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"
@@ -842,6 +851,10 @@ class TrainState:
         if launched:  # elsewhere it would end a notebook's kernel
             signal.signal(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
+        for _, held in getattr(self.wrapped, "_comm_hooks", []):
+            if not isinstance(held, dist.ProcessGroup | None):
+                self.say(f"WARNING: no checkpoint holds the {type(held).__name__} of the communication hook: "
+                         "a resumed run will differ from an uninterrupted one")
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
@@ -850,13 +863,21 @@ class TrainState:
             reshard(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
-                    raise RunError(f"{name} gets no gradient, so it would never train.")
+                    raise RunError(f"{name} gets no gradient: it would never train, or its layer was "
+                                   "skipped. To skip one, as at random, multiply by 0 what it adds.")
         self.clear_gradients()
+        self.begun_with = self.numbers()
         assert_in_sync(self.model, begun=False)
         # from here on the garbage collector skips all existing objects, a scan of which takes half a second
         gc.collect()
         gc.freeze()
         at_end.callback(gc.unfreeze)
+
+    def numbers(self) -> set:
+        """The numbers, texts and bools of the model's modules and its configuration, as (name, value)."""
+        parts = [*self.model.named_modules(), ("config", self.model.config)]
+        return {(f"{module}.{name}", value) for module, part in parts
+                for name, value in vars(part).items() if isinstance(value, int | float | str)}
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
@@ -1380,6 +1401,9 @@ class Checkpoints:
         if step == self.saved_step:
             return
         assert_in_sync(state.model)
+        for name, _ in state.numbers() - state.begun_with:
+            state.say(f"WARNING: {name.strip('.')} of the model has changed since the start, and no "
+                      "checkpoint holds it, so a use of the run has another: make it a persistent buffer")
         world = self.world
         self.saved_step = step
         say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
@@ -1411,8 +1435,7 @@ class Checkpoints:
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
-        content = {"format": FORMAT, "step": step, "torch": str(torch.__version__),
-                   "scaler": state.scaler.state_dict(), "plain": plain,
+        content = {"format": FORMAT, "step": step, "scaler": state.scaler.state_dict(), "plain": plain,
                    "ema_updates": state.ema.updates if state.ema else 0}
         content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
         name = f"step_{step:08d}_loss{meta['loss']:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
@@ -1539,7 +1562,10 @@ def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
 
 
 def warn_of_changes(run: Run, model: nn.Module):
-    """Says where a model's shards have changed since new_model. All ranks."""
+    """Says where a model's tensors, or its shards, have changed since new_model. All ranks."""
+    if odd := sorted(model.state_dict().keys() ^ model.made):
+        run.say(f"WARNING: {listed(odd)} came or went after new_model, so --eval-only, --prompt, --export "
+                "and load_run will refuse the checkpoints: let the model's constructor do that")
     if run.saved or run.args.strategy not in SHARDED:
         return
     changed = [name for name, p in model.named_parameters()
@@ -1762,6 +1788,8 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             limit = args.eval_batches * args.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, batch_sums = model(*micro_batch)
+                # not if a trainer's model has another loss, or its rows aren't text
+                in_nats = hasattr(batch_sums["loss"], "in_nats") and not run.dataset.vocab_size
                 own = run.metric(model, *micro_batch) if run.metric else {}
                 refuse_odd_metric(run.metric, own)
                 monitor.refuse_taken([*batch_sums, *own, *reserved - batch_sums.keys()])
@@ -1770,7 +1798,8 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 labels = micro_batch[-1]
                 learned = labels >= 0
                 batch_sums["labels"] = learned.sum()
-                batch_sums["bytes"] = (token_bytes[labels.clamp(min=0)] * learned).sum()
+                known = labels.clamp(0, len(token_bytes) - 1)  # a vocabulary of one's own may be larger
+                batch_sums["bytes"] = (token_bytes[known] * learned).sum()
                 sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
                              for key, value in batch_sums.items()})
                 if stop.vote():
@@ -1781,15 +1810,18 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
             totals.update(sums)
             if name:
-                of_names |= {f"{key}/{name}": value for key, value in monitor.results_of(sums).items()}
+                of_names |= {f"{key}/{name}": value
+                             for key, value in monitor.results_of(sums, in_nats).items()}
             if stop.agreed:
                 break
     model.train()
-    return None if stop.agreed else monitor.results_of(totals) | of_names
+    return None if stop.agreed else monitor.results_of(totals, in_nats) | of_names
 
 
 def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes. All ranks call this."""
+    """Logs a text that the model writes, if its ids are those of text. All ranks call this."""
+    if run.dataset.vocab_size:
+        return
     with state.averaged_weights():
         write_sample(state.model, run, step, run_and_wait)
 

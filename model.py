@@ -154,8 +154,9 @@ class Block(nn.Module):
         return self.attend(q, k, v, mask).transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
-        """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, or boolean with True where attention is
-        allowed; without one attention is causal. ops/attention.py has a faster kernel than torch's for
+        """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, boolean with True where attention is
+        allowed, or of floats, which are added to the scores; without one attention is causal.
+        ops/attention.py has a faster kernel than torch's for boolean ones and
         bfloat16 on CPUs.
         """
         is_causal = mask is None and q.size(2) > 1
@@ -163,7 +164,8 @@ class Block(nn.Module):
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
         long = k.size(2) > LONGEST_PLAIN
-        if not self.cpu_attention or q.dtype != torch.bfloat16 or dropout or long:
+        floats = mask is not None and mask.dtype != torch.bool
+        if not self.cpu_attention or q.dtype != torch.bfloat16 or dropout or long or floats:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
                                                   is_causal=is_causal)
         return self.cpu_attention(q, k, v, mask, is_causal)
@@ -455,6 +457,7 @@ class CausalLM(LanguageModel):
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
             compiled=self.compile_loss, logits=self.own_logits, reduction=reduction)
+        loss.in_nats = True  # per token, see ddp_utils.evaluate
         sums = {"loss": loss}
         if hits:
             number, _, _ = document_bounds(idx, c.start, c.response)
@@ -908,6 +911,7 @@ class MLM(LanguageModel):
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
             compiled=self.compile_loss, reduction="none" if per_token else "sum")
+        loss.in_nats = True
         return objective, {"loss": loss} if self.training else {"loss": loss, "correct": correct.sum()}
 
     def hidden(self, idx: Tensor) -> Tensor:

@@ -146,8 +146,10 @@ def results(metrics: dict) -> list[str]:
     return format_known(metrics, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
-def results_of(sums: dict[str, float]) -> dict[str, float]:
-    """The means to report, from the sums over a validation set."""
+def results_of(sums: dict[str, float], in_nats: bool = True) -> dict[str, float]:
+    """The means to report, from the sums over a validation set. Only a loss that is `in_nats` per
+    token has a perplexity and bits per byte.
+    """
     means = {}
     for name, total in sums.items():
         count = sums.get(f"{name} (count)", max(sums["labels"], 1))
@@ -157,10 +159,11 @@ def results_of(sums: dict[str, float]) -> dict[str, float]:
         means["val_accuracy"] = means.pop("val_correct")
     if "exact" in sums:
         means["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    elif sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
+    elif in_nats and sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
         means["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
     with suppress(OverflowError):  # where it is larger than any float64
-        means.setdefault("val_perplexity", math.exp(means["val_loss"]))  # or a metric of one's own
+        if in_nats:
+            means.setdefault("val_perplexity", math.exp(means["val_loss"]))  # or a metric of one's own
     return means
 
 
@@ -381,7 +384,8 @@ class RunLog:
         best = min(self.evaluations, key=self.evaluations.get, default=None) == step
         parts = [*results(metrics), f"unigram entropy {self.entropy:.4f}"]
         self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
-        self._warn_of_loss(step, metrics["val_loss"])
+        if "val_perplexity" in metrics:  # the loss is the model's own
+            self._warn_of_loss(step, metrics["val_loss"])
         return best
 
     def _warn_of_loss(self, step: int, loss: float | None):
@@ -476,6 +480,12 @@ class MeanLoss:
         if record.get("loss") is not None:
             self._labels = record["labels"] / (self._run.grad_accum * self._run.world.world_size)
             self._loss = record["loss"]
+            norm = record.get("grad_norm") or 0
+            # usual norms are 5 to 40 times as large, those of a mean half of it; few labels don't show it
+            if not self._first and 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels:
+                self._log.say(
+                    f"WARNING: the gradient norm {norm:.2g} is far too small for this loss: the objective "
+                    "seems to be a mean, but has to be a sum over labels")
             self._first = self._first or self._loss
             self._judge(self._usual)
         elif "val_loss" in record and self._first:

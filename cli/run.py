@@ -401,6 +401,8 @@ def new_model(run: Run, **config) -> nn.Module:
     """
     model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
     saved = run.saved
+    if dataset.vocab_size:
+        config["vocab_size"] = dataset.vocab_size
     padded_vocab = args.vocab_size or pad_vocab(config["vocab_size"])
     config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                 **config)
@@ -423,7 +425,8 @@ def new_model(run: Run, **config) -> nn.Module:
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    if args.strategy in SHARDED:  # for start_run
+    model.made = {*model.state_dict()}  # for start_run
+    if args.strategy in SHARDED:
         model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
     return model
@@ -442,7 +445,8 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
     text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     now = {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
-           "loss_on": dataset.loss, "seed": args.seed, "settings": json.loads(text)}
+           "loss_on": dataset.loss, "seed": args.seed, "torch": str(torch.__version__),
+           "settings": json.loads(text)}
     if run.saved:
         compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
     return now
@@ -453,7 +457,7 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
     what else has. A `branch` goes on in another directory, where it may have another trainer.
     """
     path = saved["path"]
-    before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on")}
+    before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on", "torch")}
                      for run in (saved, now))
     if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # the digests, whatever the names
         raise UserError(f"{path} cannot be resumed: tokenizer was {saved['tokenizer']}, now "

@@ -428,7 +428,7 @@ def check_samples_have_one_prompt(world: World) -> None:
 def check_who_writes_samples(world: World) -> None:
     """Rank 0 alone, for which the others wait; all of them, if each holds a shard."""
     texts, tokenizer = [], load_tokenizer("bytes")
-    dataset = argparse.Namespace(tokenizer=tokenizer, marker_ids={"response": -1})
+    dataset = argparse.Namespace(tokenizer=tokenizer, marker_ids={"response": -1}, vocab_size=None)
     state = argparse.Namespace(model=make(), world=world, averaged_weights=contextlib.nullcontext)
     for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):
         args = flags_of(train_hrm, ["--strategy", strategy, "--sample-prompt", "a"])

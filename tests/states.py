@@ -28,4 +28,6 @@ def train_state(model, world, **changes) -> ddp_utils.TrainState:
     ddp_utils.set_modes(model, run)
     optimizers = make_optimizers(model, run.args.optimizer, run.args.lr, train_hrm.BETAS,
                                  run.args.weight_decay)
-    return ddp_utils.TrainState(model, optimizers, run)
+    state = ddp_utils.TrainState(model, optimizers, run)
+    state.begun_with = state.numbers()  # as after warm_up
+    return state

@@ -107,7 +107,7 @@ def test_a_source_that_is_elsewhere(folder):
 def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> dict:
     settings = {"data": data, "init_from": None, "trainer": "train_gpt2.py"}
     return {"path": "run/step.pt", "settings": settings, "data": digest * 64, "loss_on": "all", "seq_len": 8,
-            "tokenizer": tokenizer}
+            "tokenizer": tokenizer, "torch": "2.13.0"}
 
 
 def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():

@@ -831,7 +831,7 @@ def test_a_resume_links_the_best_whose_file_exists(tmp_path, world):
 
 def identity(**config) -> dict:
     return {"family": "GPT2", "tokenizer": "bytes", "seq_len": 8, "data": "d", "seed": 0, "loss_on": "all",
-            "model_config": asdict(GPT2Config(**config)), "path": "old.pt",
+            "model_config": asdict(GPT2Config(**config)), "path": "old.pt", "torch": str(torch.__version__),
             "settings": {"lr": 1.0, "size": "tiny", "optimizer": "adamw", "init_from": None, "ema": 0.0,
                          "trainer": "train_gpt2.py"}}
 
@@ -863,5 +863,7 @@ def test_changed_flags_are_named_on_resume():
     saved["settings"] |= {"lr": 2.0}
     cli.run.compare_with_saved(saved, identity(), False, said.append)
     assert said == ["resuming with lr 1.0 (was 2.0)"]
+    cli.run.compare_with_saved(identity() | {"torch": "2.9.1"}, identity(), False, said.append)
+    assert said.pop() == f"resuming with torch {torch.__version__} (was 2.9.1)"
     cli.run.compare_with_saved(identity(), identity(), False, said.append)
     assert len(said) == 1

@@ -235,6 +235,16 @@ def test_attention_in_blocks_has_the_bits_of_whole_products(kind, T, monkeypatch
     assert all(map(torch.equal, *found))
 
 
+def test_a_mask_of_floats_is_added_to_the_scores_on_cpus_too():
+    block = gpt2().transformer["blocks"][0]
+    block.cpu_attention = attention.cpu_attention
+    q, k, v = torch.randn(3, 2, 2, 40, 16).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        bias = -torch.rand(40, 40).to(dtype)
+        wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        assert torch.equal(block.attend(q, k, v, bias), wanted)
+
+
 @each_model
 def test_checkpointing_changes_no_bit_of_attention_in_blocks(build, monkeypatch):
     monkeypatch.setattr(attention, "QUERIES", 4)

@@ -269,7 +269,61 @@ def test_eval_only_refuses_a_set_of_another_tokenizer(shards, tmp_path):
     trainer = row_of_the_guide("a second validation set", other, tmp_path)
     for flags in ({"out": run, "eval_only": True}, {"out": tmp_path / "new"}):
         done = trainer.fork(1, shards, **flags)
-        assert done.code == 2 and "the validation set other has another tokenizer" in done.out, done.out
+        assert done.code == 2 and "other has another tokenizer" in done.out, done.out
+
+
+CODES = """import numpy as np
+
+
+class Codes:
+    rows, seq_len, num_tokens, dtype, label_mask = 96, 32, 96 * 32, np.dtype(np.uint16), True
+
+    def take(self, rows, x, y):
+        for i, row in enumerate(rows):
+            x[i] = np.random.default_rng((7, row)).integers(0, IDS, 32)
+        y[:] = (x.astype(np.int64) + 1) % IDS
+
+
+def change_data(dataset):
+    dataset.train, dataset.val = Codes(), {"": Codes()}
+    dataset.vocab_size = IDS
+
+"""
+
+
+@pytest.mark.parametrize("ids", [4096, 5])
+def test_ids_that_are_not_the_tokenizers(ids, shards, tmp_path):
+    """A model has as many, and what is of text stays away."""
+    trainer = changed(tmp_path / f"train_codes_{ids}.py", (CODES.replace("IDS", str(ids)), TOP), (ASKED, USE))
+    done = trainer.train(0, shards, tmp_path / "whole")
+    assert done.code == 0 and f"vocabulary {ids:,}, padded to" in done.out, done.out
+    assert not evaluations_of(tmp_path / "whole")[-1].keys() & {"val_perplexity", "val_bits_per_byte"}
+    assert "try a lower --lr" not in done.out and "a sample after" not in done.out, done.out
+    assert_as_logged(result(trainer.train(0, shards, tmp_path / "whole", eval_only=True)), tmp_path / "whole")
+    assert_resumes(trainer, shards, tmp_path)
+
+
+LOSSES = """import torch
+
+class Own(GPT2):
+    def loss(self, hidden, idx, targets, **more):
+        objective, sums = super().loss(hidden, idx, targets, **more)
+        OWN
+        return objective, sums
+
+GPT2 = Own
+
+"""
+
+
+@pytest.mark.parametrize("line, in_nats", [
+    ("objective = objective + hidden.square().sum()", True), ("sums['loss'] = 100 * sums['loss']", False)])
+def test_only_the_models_own_loss_is_in_nats(line, in_nats, shards, tmp_path):
+    trainer = changed(tmp_path / f"train_loss_{in_nats}.py", (LOSSES.replace("OWN", line), TOP))
+    done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
+    assert done.code == 0, done.out
+    of_text = {"val_perplexity", "val_bits_per_byte"} & evaluations_of(tmp_path / "run")[-1].keys()
+    assert len(of_text) == 2 * in_nats and ("try a lower --lr" in done.out) == in_nats, done.out
 
 
 # ------------------------------------------------------------------------------------ an average of one's own

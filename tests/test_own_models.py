@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,6 +91,73 @@ def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
     assert model.shared is model.norm_of_batch.running_mean
     model.train()(**example)  # training does change them
     assert not set(same()) & {"scale", "bound", "unsaved", "norm_of_batch.running_mean"}
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner, keeps):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.parts = {"inner": [inner]}
+        if not keeps:
+            self.state = inner.state
+
+
+def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused(world):
+    model = small(GPT2)
+    for keeps in (False, True):
+        optimizer = Lookahead(torch.optim.AdamW(model.parameters()), keeps)
+        with pytest.raises(UserError, match="of AdamW, which Lookahead wraps") if keeps else nullcontext():
+            TrainState(model, [optimizer], run_of(world))
+
+
+@pytest.mark.parametrize("kind", ["step_pre", "step_post"])
+def test_hooks_of_an_optimizer_that_zero1_rebuilds_are_refused(kind, world):
+    """The advice: they are called where they are registered later, on either list."""
+    model, run, calls = small(GPT2), run_of(world, strategy="zero1"), []
+    optimizers = [torch.optim.AdamW(model.parameters())]
+    removable = getattr(optimizers[0], f"register_{kind}_hook")(calls.append)
+    with pytest.raises(UserError, match="on state.optimizers, after TrainState"):
+        TrainState(model, optimizers, run)
+    removable.remove()
+    state = TrainState(model, optimizers, run)
+    for of in (state.optimizers, optimizers):
+        getattr(of[0], f"register_{kind}_hook")(lambda *_: calls.append(1))
+    model(**model.dummy_inputs(2, world.device))[0].backward()
+    state.optimizer_step(1e-2, state.clip_gradients(1.0))
+    assert calls == [1, 1]
+
+
+def test_the_state_of_a_communication_hook_is_named(world):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    for held, hook in ((None, default_hooks.fp16_compress_hook),
+                       (dist.group.WORLD, default_hooks.fp16_compress_hook),
+                       (powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)):
+        model, said = small(GPT2), []
+        run = run_of(world)
+        run.say = said.append
+        state = TrainState(model, [torch.optim.AdamW(model.parameters())], run)
+        state.wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        state.wrapped.register_comm_hook(held, hook)
+        state.warm_up(model.dummy_inputs(2, world.device))
+        assert len(said) == ("PowerSGD" in type(held).__name__), said
+
+
+def test_a_number_that_changes_on_the_model_is_named_once(world, tmp_path):
+    model, said, run = small(GPT2), [], run_of(world)
+    run.say = said.append
+    state = TrainState(model, [torch.optim.AdamW(model.parameters())], run)
+    model.mine = 3  # before the steps
+    state.warm_up(model.dummy_inputs(2, world.device))
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(tmp_path, world, 3, print)
+    for step, window in enumerate((8, 16, 16)):
+        for where in (model, model.config, model.transformer["blocks"][0]) if step else ():
+            where.window = window
+        model.seen = torch.ones(step)  # no number
+        checkpoints.save(step, state, {"loss": 1.0, "settings": {"steps": 9}})
+        assert len(said) == 3 * (step > 0), said
+    checkpoints.close()
+    for name in ("window", "config.window", "transformer.blocks.0.window"):
+        assert any(f": {name} of the model" in text for text in said), name
 
 
 def test_a_parameter_in_no_optimizer_is_refused_by_name(world):
@@ -801,6 +869,17 @@ def test_after_a_run_its_hooks_are_gone(checks, shards, tmp_path):
     ddp_utils.init("gloo", "cpu")  # which the fixture ends
 
 
+@pytest.mark.parametrize("loss, norm, labels, warned", [
+    (5.5, 2 / 200, 800, True), (5.5, 0.5, 800, False), (5.5, 0.0, 800, False), (5.5, None, 800, False),
+    (6800.0, 55.0, 800, False),  # not in nats
+    (0.7, 0.02, 32, False)])  # one label for each row
+def test_the_gradient_of_a_mean_is_named_once(checks, loss, norm, labels, warned):
+    record = {"step": 1, "loss": loss, "grad_norm": norm, "labels": labels}
+    for _ in range(2):
+        checks.sink.log(record)
+    assert ["the gradient norm" in text for text in checks.said] == [True] * warned
+
+
 # 200 labels in a micro-batch of 800 in a step; the entropy is 3
 @pytest.mark.parametrize("losses, evaluation, changes, warned_at", [
     ([5.5 / 200, 3 / 200], None, {}, 1),
@@ -1130,6 +1209,16 @@ def test_the_commit_of_a_start(tmp_path, monkeypatch):
     assert monitor.commit_of(tmp_path) is None
 
 
+@pytest.mark.parametrize("ranks, strategy", [
+    (0, "ddp"), *(pytest.param(2, name, marks=pytest.mark.full) for name in ("zero1", "zero2", "zero3"))])
+def test_what_comes_into_a_model_after_new_model_is_named_at_the_start(ranks, strategy, shards, tmp_path):
+    added = "import torch\n    model.register_buffer('seen', torch.zeros(3))\n    "
+    trainer = edited(tmp_path, f"added_{strategy}", ("example = ", added))
+    done = trainer.fork(ranks, shards, tmp_path / "run", strategy=strategy, steps=2)
+    assert done.code == 0 and done.out.count("WARNING: seen came or went after new_model") == 1, done.out
+    assert done.out.index("seen came") < done.out.index("step 1/")
+
+
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
     """As one that was typed into a notebook, or one whose file has been removed since."""
     dataset = SimpleNamespace(tokenizer=SimpleNamespace(to_json=str), train=SimpleNamespace(num_tokens=9))
@@ -1141,19 +1230,22 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
     assert json.loads(files["config.json"])["commands"] == json.loads(files["config.json"])["commits"] == []
 
 
-def test_a_validation_set_of_another_tokenizer_is_refused(shards, tmp_path):
+@pytest.mark.parametrize("joined", [
+    "dataset.val['more'] = other.val['']", "dataset.train = other.train",
+    "dataset.train.take = other.train.take; dataset.train.rows = other.train.rows",
+    "second = data.Loader(other.train, run.batch, world, 0); second.step(1)"])
+def test_rows_of_another_tokenizer_are_refused(joined, shards, tmp_path):
     (tmp_path / "t.txt").write_text("Once upon a time there was a test. " * 400)
     other = prepare(f"text:{tmp_path}/t.txt", tmp_path / "other", "bpe:300")
     same = prepare(f"text:{tmp_path}/t.txt", tmp_path / "same", "bytes")
+    anchor = "log.start_clock" if "Loader" in joined else "model = new_model"
     for directory, code in ((other, 2), (same, 0)):
-        path = tmp_path / f"train_{directory.name}.py"
-        joined = f"dataset.val['more'] = data.Dataset([Path({str(directory)!r})], args.seq_len).val['']"
-        path.write_text((ROOT / "train_gpt2.py").read_text().replace(
-            "    model = new_model",
-            f"    from pathlib import Path\n    {joined}\n    model = new_model"))
-        done = Trainer(str(path), **FLAGS).train(0, shards, tmp_path / f"run-{directory.name}", steps=4)
+        lines = f"other = data.Dataset([data.Path({str(directory)!r})], args.seq_len)\n    {joined}\n    "
+        trainer = edited(tmp_path, f"{directory.name}_{anchor[:3]}_{len(joined)}", (anchor, lines))
+        done = trainer.train(0, shards, tmp_path / f"run-{directory.name}", steps=4)
         assert done.code == code, done.out
-        assert code == 0 or "error: the validation set more has another tokenizer" in done.out, done.out
+        assert code == 0 or f"{other} has another tokenizer than the data of this run" in done.out, done.out
+    data.read_rows(data.Dataset([other], 32).train, np.arange(1))  # after a run any can be read
 
 
 @pytest.mark.parametrize("ema", [0.9, pytest.param(0.0, marks=pytest.mark.full)])
