@@ -635,7 +635,9 @@ def test_who_may_skip_an_update_on_the_device():
     on_gpu = {"params": [SimpleNamespace(is_cuda=True)], "fused": True}
 
     def may(optimizer, *groups) -> bool:
-        return ddp_utils.skips_on_device(optimizer, SimpleNamespace(param_groups=groups or [on_gpu]))
+        hooks = {name: getattr(optimizer, name, {}) for name in (
+            "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
+        return ddp_utils.skips_on_device(optimizer, SimpleNamespace(param_groups=groups or [on_gpu], **hooks))
 
     fused = [kind(params, fused=True) for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
     assert all(map(may, fused))
@@ -658,6 +660,7 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, inner):
         self.optim = inner
         super().__init__(inner.param_groups, {})
+        self.state = inner.state
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
     def step(self, closure=None):

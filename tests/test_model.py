@@ -1115,12 +1115,16 @@ def test_the_average_of_a_short_run_has_left_the_first_weights():
     assert all(((average - 1).abs() < 1e-6).all() for average in ema.average.values())
 
 
-def test_the_average_of_1b_published_has_a_constant_decay(shards, tmp_path, monkeypatch):
+def test_a_constant_decay_follows_its_formula():
     ema = EMA(nn.Linear(4, 3), 0.9999)
     ema.constant = True
     ema.average["weight"].zero_()
     ema.update()
     torch.testing.assert_close(ema.average["weight"], ema.params["weight"] * 1e-4)
+
+
+@pytest.mark.full
+def test_the_average_of_1b_published_has_a_constant_decay(shards, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(EMA, "update", lambda ema: seen.append(ema.constant))
     trainer = Trainer("train_hrm.py", ff=48, h_cycles=1, l_cycles=1, bp_steps=2, steps=1, max_new_tokens=1,

@@ -590,7 +590,9 @@ class Schedule(torch.optim.Optimizer):
 
 def begin(world, optimizer=Schedule, **options) -> TrainState:
     model = small(GPT2)
-    return TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], run_of(world))
+    state = TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], run_of(world))
+    state.begun_with = state.numbers()  # as after warm_up
+    return state
 
 
 def go_on(state: TrainState, steps, lr: float = 1e-2) -> None:
