@@ -859,6 +859,50 @@ def test_another_model_is_refused(family, change, message, tokenizer, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def changed(tokenizer, tmp_path):
+    """Changes the tensors and config.json of an export; returns its directory."""
+    import safetensors.torch
+
+    def change(family, tensors, config=()):
+        file = export(tiny(family, 0), tokenizer, tmp_path) / "model.safetensors"
+        found = safetensors.torch.load_file(file)
+        safetensors.torch.save_file(found | tensors(found), file)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict(config)))
+        return str(tmp_path)
+
+    return change
+
+
+@each_family
+def test_quantized_weights_are_refused(family, changed):
+    table = "model.embeddings.tok_embeddings.weight" if family is MLM else "transformer.wte.weight"
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool):
+        source = changed(family, lambda tensors, dtype=dtype: {table: tensors[table].to(dtype)})
+        with pytest.raises(UserError, match=f"{table} of .* is stored as {dtype}"):
+            from_hf(family, source)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):  # the control
+        from_hf(family, changed(family, lambda tensors, dtype=dtype: {table: tensors[table].to(dtype)}))
+    with pytest.raises(UserError, match="config.json of .* says that its weights are quantized"):
+        from_hf(family, changed(family, lambda tensors: {}, {"quantization_config": {"quant_method": "x"}}))
+
+
+@each_family
+def test_a_head_of_its_own_is_refused_and_what_is_not_used_is_named(family, changed, capsys):
+    mlm = family is MLM
+    table = "model.embeddings.tok_embeddings.weight" if mlm else "transformer.wte.weight"
+    head = "decoder.weight" if mlm else "lm_head.weight"
+    buffers = {name: torch.ones(2) for name in (
+        "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias", "position_ids", "rotary.inv_freq")}
+    from_hf(family, changed(family, lambda tensors: {head: tensors[table].clone()} | buffers))
+    assert not capsys.readouterr().out
+    from_hf(family, changed(family, lambda tensors: {"model.layers.7.Wo": torch.ones(2), "z": torch.ones(2)}))
+    assert "has model.layers.7.Wo, z, which this model does not use" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"has a head, {head}, that differs"):
+        from_hf(family, changed(family, lambda tensors: {head: tensors[table] + 0.01}))
+
+
 @pytest.mark.parametrize("family, key", [
     (GPT2, "n_embd"), (GPT2, "vocab_size"), (GPT2, "layer_norm_epsilon"),
     (MLM, "hidden_size"), (MLM, "eos_token_id"), (MLM, "local_attention")])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cli.errors import UserError, access, first_line, names_in
+from cli.errors import UserError, access, first_line, listed, names_in, say
 from data import read_json
 from model import (
     GPT2,
@@ -411,6 +411,9 @@ def config_from_hf(model_class: type, source: str):
     if config.get("model_type") != family.model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
                         f"{model_class.__name__} reads {family.model_type!r}.")
+    if config.get("quantization_config"):
+        raise UserError(f"the config.json of {source} says that its weights are quantized: give the model "
+                        "that it was quantized from.")
     try:
         same = {ours: config[theirs] for ours, theirs in family.fields.items()}
         config = model_class.Config(padded_vocab=pad_vocab(same["vocab_size"]), **same,
@@ -426,7 +429,8 @@ def config_from_hf(model_class: type, source: str):
 
 def from_hf(model_class: type, source: str) -> nn.Module:
     """Loads a model of this class from a Hugging Face directory or a repository on the hub. Raises UserError
-    if it holds another architecture, or shapes that differ from its config.json.
+    if it holds another architecture, shapes that differ from its config.json, quantized weights, or a head
+    where the model has none. Says which tensors the model does not use.
     """
     config, files = config_from_hf(model_class, source)
     model = model_class(config)
@@ -441,16 +445,29 @@ def from_hf(model_class: type, source: str) -> nn.Module:
                     tensors |= safetensors.torch.load(content.read())
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
-    try:
-        if hf_family(model_class, config) is MODERN:
-            divide_modern(tensors, config)
-    except (KeyError, RuntimeError) as error:
-        raise UserError(f"{source} has no tensor {error} of the shape that its config.json says.")
+    family, wanted, found = hf_family(model_class, config), as_theirs(model), {}
+    if family is MODERN:
+        join_modern(wanted, config)
+    for name, tensor in wanted.items():
+        # files of the original GPT-2 models lack the prefix
+        weight = found[name] = tensors.pop(name, tensors.pop(name.removeprefix("transformer."), None))
+        if weight is None or weight.shape != tensor.shape:
+            raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
+        if not weight.is_floating_point() or weight.itemsize < 2:  # its scales are elsewhere
+            raise UserError(f"{name} of {source} is stored as {weight.dtype}, not in floats of 16 bits or "
+                            "more: give the model that it was quantized from.")
+    table = found[f"{family.names['embed']}.weight"]
+    for name in ("lm_head.weight", "decoder.weight"):  # a head that is the table
+        if name in tensors and not torch.equal(tensors.pop(name).float(), table.float()):
+            raise UserError(f"{source} has a head, {name}, that differs from its embeddings although its "
+                            f"config.json says tied, and {model_class.__name__} has one matrix for both: use "
+                            f"it in transformers, or, if they should be tied, delete {name} from the file.")
+    if left_over := sorted(name for name in tensors if not name.endswith(
+            (".attn.bias", ".attn.masked_bias", "position_ids", "inv_freq"))):  # constant buffers
+        say(f"{source} has {listed(left_over)}, which this model does not use")
+    if family is MODERN:
+        divide_modern(found, config)
     with torch.no_grad():
         for name, tensor in as_theirs(model).items():
-            # files of the original GPT-2 models lack the prefix
-            weight = tensors.get(name, tensors.get(name.removeprefix("transformer.")))
-            if weight is None or weight.shape != tensor.shape:
-                raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
-            tensor.copy_(weight)
+            tensor.copy_(found[name])
     return model
