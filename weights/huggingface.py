@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -345,7 +346,8 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
         raise OSError(None, str(error))
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    shutil.copymode(directory / "config.json", file)  # saved for its owner only
+    with suppress(OSError):  # where modes cannot change, as in a mounted bucket, the mount sets them
+        shutil.copymode(directory / "config.json", file)  # saved for its owner only
 
 
 def logits_of_hf(directory: Path, row: Tensor) -> Tensor:

@@ -203,7 +203,9 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
         write(model, new, tokenizer)
         compare(model, new, tokenizer, load)
         if new.is_dir():  # file by file, so there is one at each moment
-            shutil.copytree(new, path, dirs_exist_ok=True, copy_function=os.replace)
+            path.mkdir(exist_ok=True)
+            for file in new.iterdir():
+                file.replace(path / file.name)
         else:
             os.replace(new, path)
     except OSError as error:
