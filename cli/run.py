@@ -128,7 +128,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
         names = {name for name in command.defaults if FLAGS.get(name) != NEW}
         names |= {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
-        if uses_model(Namespace(**given)) and not given.get("eval_only"):
+        if uses_model(Namespace(**given)) and not {"eval_only", "export"} & given.keys():
             recipe["precision"] = "auto"  # whatever this machine computes fast
     else:
         recipe = row | {"largest_batch": row["batch"], "eval_batch": row["global_batch"]}

@@ -4,6 +4,7 @@ written, as transformers and llama.cpp have them. An edit of model.py is a patch
 
 import functools
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -144,6 +145,42 @@ def test_an_edited_forward_is_refused(edit, name, form, tmp_path, monkeypatch):
         with pytest.raises(UserError, match="other logits than the model"):
             export(model, tmp_path, form)
     assert files_of(tmp_path) == before and not [*tmp_path.glob(".tmp-*")]
+
+
+@pytest.mark.parametrize("name, form", [
+    pytest.param(name, form, marks=[] if (name, form) == ("gpt2", "hf") else pytest.mark.full)
+    for name, form in EACH])
+def test_the_precision_of_the_run_is_compared_too(name, form, tmp_path):
+    """In bfloat16 a CPU computes attention otherwise, which float32 doesn't enter."""
+    needs(form)
+    model = made(name)
+    models.use_device(model, torch.device("cpu"), torch.bfloat16)
+    export(model, tmp_path, form)
+
+    def exchanged(q, k, v, mask, is_causal):  # the values of heads
+        return models.cpu_attention(q, k, v.flip(1), mask, is_causal)
+
+    for block in models.blocks_of(model):
+        block.cpu_attention = exchanged
+    with pytest.raises(UserError, match="other logits than the model, by .* in torch.bfloat16"):
+        export(model, tmp_path, form)
+    model.compute_dtype = torch.float32  # the control
+    export(model, tmp_path, form)
+
+
+def test_files_whose_modes_cannot_change(tmp_path, monkeypatch):
+    """As in a mounted bucket. An earlier export is replaced there, too."""
+    def refused(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    for name in ("chmod", "utime", "setxattr"):
+        monkeypatch.setattr(os, name, refused)
+    for _ in range(2):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / "config.json").write_text("earlier")
+        export(made("gpt2"), tmp_path, "hf", load=lambda path, row: made("gpt2")(row)[0])
+        assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "gpt2"
+        assert len(files_of(tmp_path)) == 5
 
 
 @each_export
