@@ -1129,12 +1129,13 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
     """
+    pickled = b"format"
     try:
         with access(path):
             load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
             with zipfile.ZipFile(path) as file:
                 plain, = (name for name in file.namelist() if name.endswith("/data.pkl"))
-                file.read(plain)  # raises if it is damaged, and the format with it
+                pickled = file.read(plain)  # raises if it is damaged, and the format with it
                 try:
                     saved = load(mmap=True)
                 except RuntimeError as error:
@@ -1155,6 +1156,14 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
         raise RetryableError(f"{path} is not there: bring it back, or what it is a link to, and run the same "
                              "command again.") from None
     except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
+        if b"format" not in pickled or path.suffix in (".bin", ".safetensors", ".gguf"):
+            raise UserError(f"{path} is a file of "
+                            f"{'nanoGPT' if b'model_args' in pickled else 'another program'}, not a "
+                            f"checkpoint of a run: give --init-from hf:{path.parent} if config.json and "
+                            "model.safetensors are there; otherwise save_pretrained of transformers writes "
+                            "them, of a pytorch_model.bin after from_pretrained, of nanoGPT's tensors in a "
+                            "GPT2LMHeadModel (without _orig_mod. in their names, and with the matrices of "
+                            "c_attn, c_proj and c_fc transposed).")
         raise RunError(first_line(error)) from None
 
 

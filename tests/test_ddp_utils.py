@@ -315,6 +315,25 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+def test_files_of_other_programs_are_not_damaged(tmp_path, world):
+    tensors = {"transformer.wte.weight": torch.ones(2, 2)}
+    torch.save({"model": tensors, "model_args": {"n_layer": 2}, "config": {}}, tmp_path / "ckpt.pt")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    torch.save(tensors, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    for name in ("model.safetensors", "model.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    for path in tmp_path.iterdir():
+        said = []
+        program = "nanoGPT" if path.name == "ckpt.pt" else "another program"
+        with pytest.raises(UserError, match=f"{path.name} is a file of {program}, .* hf:{tmp_path} if"):
+            load_checkpoint(path, said.append)
+        assert not said
+    save(tmp_path, world, make_state(world))
+    own = list_checkpoints(tmp_path)[0]
+    assert read_checkpoint(own.rename(tmp_path / "own.bin"))["step"] == 1  # the control
+
+
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypatch):
     state, said = make_state(world), []
     (tmp_path / "checkpoints").mkdir()
