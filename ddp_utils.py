@@ -1212,9 +1212,11 @@ def runs_beside(path: Path, family: str) -> list[str]:
     return runs
 
 
-def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "") -> dict:
-    """Loads a checkpoint file, or the newest intact one of a run directory. Adds its path, the paths of newer
-    ones that are damaged, and the tokenizer.json of its run.
+def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "",
+                    or_best: bool = False) -> dict:
+    """Loads a checkpoint file, or the newest intact one of a run directory, `or_best` its best.pt if all
+    others are damaged, which is for a caller that only reads. Adds its path, the paths of newer ones that are
+    damaged, and the tokenizer.json of its run.
 
     All ranks get the plain data. Only rank 0, which reads the file, gets the tensors; the others get meta
     tensors of the same shapes. Raises UserError on all ranks if no checkpoint can be read.
@@ -1225,11 +1227,14 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
         nonlocal saved
         there = Path(where)
         candidates = [there] if there.is_file() else list_checkpoints(there)
+        best = there / "checkpoints" / "best.pt"
+        if or_best and best not in candidates and best.exists():
+            candidates.append(best)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
             runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
-            if (best := there / "checkpoints" / "best.pt").exists():  # beside damaged ones
+            if best.exists():  # beside damaged ones
                 such_as = f", such as {best}"
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"a model of Hugging Face is trained with --init-from hf:{where}.")
@@ -1242,9 +1247,9 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
                 say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
                 damaged.append(str(path))
         if saved is None:
-            best = candidates[0].with_name("best.pt")
-            others = candidates[0] != best and best.exists()
-            other = f", delete these to go on from {best}" if others else ""
+            other = ""
+            if best.exists() and str(best) not in damaged:
+                other = f", delete these to go on from {best}"
             raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
                             f"from a copy{other}, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}

@@ -177,9 +177,11 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
     nodes are numbered anew.
     """
-    tell = functools.partial(say, file=sys.stderr if uses_model(args) else None)  # apart from a model's text
+    reads = uses_model(args)
+    tell = functools.partial(say, file=sys.stderr if reads else None)  # apart from a model's text
+    load = functools.partial(load_checkpoint, say=tell, family=family, or_best=reads)
     if args.resume not in ("auto", "none"):
-        return load_checkpoint(args.resume, tell, family=family)
+        return load(args.resume)
     # a best.pt that alone is left of a run that went back is no reason to refuse the others
     newest = run_and_wait(lambda: max(
         ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
@@ -191,11 +193,11 @@ def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> di
         raise UserError(f"{where} holds step {theirs[1]} of {out}, node0 only step {first}: start that "
                         f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
                         "checkpoints.")
-    if not uses_model(args) and (args.resume == "none" or not first):
+    if not reads and (args.resume == "none" or not first):
         return None
     if world.is_rank0 and first:
         tell(f"reading the checkpoint of step {first} in {out}")  # which can take a while
-    return load_checkpoint(out, tell, family=family)
+    return load(out)
 
 
 def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:

@@ -305,6 +305,23 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
         load_checkpoint(tmp_path, said.append)
 
 
+def test_only_what_reads_takes_best_pt_beside_damaged_ones(tmp_path, world):
+    save(tmp_path, world, make_state(world), steps=(1, 2))
+    newest, first = list_checkpoints(tmp_path)
+    best = first.replace(first.with_name("best.pt"))
+    for path in (newest, newest.rename(f"{newest}.damaged")):
+        path.write_bytes(b"PK")
+        with pytest.raises(UserError, match=str(best)):  # in the advice
+            load_checkpoint(tmp_path, print)
+        found = load_checkpoint(tmp_path, print, or_best=True)
+        assert (found["step"], found["path"]) == (1, str(best))
+        newest.unlink(missing_ok=True)
+    newest.write_bytes(b"PK")
+    best.write_bytes(b"PK")
+    with pytest.raises(UserError, match="restore one from a copy, or start"):
+        load_checkpoint(tmp_path, print, or_best=True)
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path):
     class Malicious:
         def __reduce__(self):

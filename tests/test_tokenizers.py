@@ -25,7 +25,7 @@ from prepare.pipeline import prepare
 from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
 from prepare.vocabulary import BYTE_CHARS, EOT, tokenizer_id
 from weights.huggingface import from_hf
-from weights.use import tokenizer_for
+from weights.use import tokenizer_of
 
 
 @pytest.fixture
@@ -611,8 +611,7 @@ def test_data_and_runs_keep_the_end_that_they_have(tmp_path):
     with pytest.raises(UserError, match="unlike tokenizers"):
         data.Dataset([new, old], 8)
     for config, end in ({"eot": 2}, 2), ({"start": 2}, 2), ({"start": -1}, 5), ({"start": 1}, 5), ({}, 5):
-        model = SimpleNamespace(config=SimpleNamespace(**config))
-        assert tokenizer_for(model, tmp_path).eot == end
+        assert tokenizer_of({"tokenizer": "modernbert ()", "model_config": config}, tmp_path).eot == end
 
 
 # ------------------------------------------------------------------------------------------ bits per byte
@@ -742,3 +741,15 @@ def test_a_tokenizer_that_is_named_is_compared(tmp_path, corpus):
     assert data.Dataset([made], 32, moved).fingerprint == fingerprint  # it is the same tokenizer
     with pytest.raises(UserError, match="was made with the tokenizer"):
         data.Dataset([made], 32, "bytes")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_tokenizer_with_a_name_needs_no_file(pairs, tmp_path):
+    """As where only best.pt is on another machine."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer = with_markers(tokenizer) if pairs else tokenizer
+    config = {"response": tokenizer.marker_ids["response"]} if pairs else {}
+    saved = {"tokenizer": tokenizer_id(tokenizer), "model_config": config}
+    assert tokenizer_id(tokenizer_of(saved, tmp_path)) == saved["tokenizer"]
+    with pytest.raises(UserError, match="holds no tokenizer.json: copy it there"):
+        tokenizer_of(saved | {"tokenizer": "bpe:300 (0123456789ab)"}, tmp_path)

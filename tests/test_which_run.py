@@ -417,7 +417,9 @@ def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, na
     done = fork(ranks, trainer.script, "--out", left)
     assert done.code == 2 and f"delete these to go on from {files / 'best.pt'}" in done.out, done.out
     newest.rename(f"{newest}.damaged")
-    done = fork(ranks, trainer.script, "--out", left, "--eval-only")
+    done = fork(ranks, trainer.script, "--out", left, "--eval-only")  # which only reads
+    assert done.code == 0 and f"step 4 from {files / 'best.pt'}" in done.out, done.out
+    done = fork(ranks, trainer.script, "--out", tmp_path / "branch", "--resume", left)
     assert done.code == 2 and f"or file, such as {files}/best.pt" in done.out, done.out
     for flags in ((), ("--resume", "none")):
         done = fork(ranks, trainer.script, "--out", left, "--steps", "9", *flags)
@@ -445,6 +447,10 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     list_checkpoints(run)[0].unlink()
     used = GPT2.here("--out", run, "--prompt", "def")
     assert used.code == 0 and f"step 4 from {best}" in capsys.readouterr().err, used.out
+    (run / "tokenizer.json").rename(tmp_path / "tokenizer.json")  # on another machine
+    alone = GPT2.here("--out", run, "--prompt", "def")
+    assert alone.code == 0 and alone.out == used.out, alone.out
+    (tmp_path / "tokenizer.json").rename(run / "tokenizer.json")
     new = GPT2.train(0, shards, tmp_path / "new", init_from=run, steps=1)
     assert new.code == 0, new.out
     branch = GPT2.train(0, shards, run, resume=list_checkpoints(tmp_path / "new")[0], steps=9)

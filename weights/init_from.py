@@ -66,7 +66,7 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
     if source.startswith("hf:"):
         checkpoint = on_rank0(read_hf)
     else:
-        checkpoint = load_checkpoint(source, print, checked=complete)
+        checkpoint = load_checkpoint(source, print, checked=complete, or_best=True)
         weights = checkpoint["tensors"]["model"] | checkpoint["tensors"]["ema"]
         if model_class in HF_FAMILIES:  # a model of one's own may start from any other
             assert_family(checkpoint, model_class)

@@ -38,7 +38,7 @@ from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
 from prepare.packages import needed
 from prepare.pipeline import would_split
-from prepare.tokenizer import load_tokenizer
+from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
@@ -83,13 +83,23 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
     where = torch.device(device)
     use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
-    return model.eval(), tokenizer_for(model, path.parent.parent)
+    return model.eval(), tokenizer_of(saved, path.parent.parent)
 
 
-def tokenizer_for(model: nn.Module, directory: Path):
-    """The tokenizer beside a model, with the end of text that the model was trained with."""
-    tokenizer = load_tokenizer(str(directory))
-    config = vars(model.config)
+def tokenizer_of(saved: dict, directory: Path):
+    """The tokenizer of a checkpoint, with the end of text that its model was trained with: the one in the
+    directory of its run or, if there is none, one that its name alone gives. Raises UserError.
+    """
+    name, config = saved["tokenizer"].split()[0], saved["model_config"]
+    if (directory / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(str(directory))
+    elif name in ("bytes", *TIKTOKEN_IDS):
+        tokenizer = load_tokenizer(name)
+        if config.get("response", -1) >= 0:
+            tokenizer = with_markers(tokenizer)
+    else:
+        raise UserError(f"{directory} holds no tokenizer.json: copy it there from that run, or name the "
+                        "directory of the run with --out.")
     eot = config.get("eot", config.get("start"))
     if eot in tokenizer.specials.values():
         tokenizer.eot = eot
@@ -128,9 +138,7 @@ def use_on_rank0(model: nn.Module, run: Run):
     if not world.is_rank0:
         return
     out = args.out or Path(saved["path"]).parent.parent
-    if not (out / "tokenizer.json").exists():
-        raise UserError(f"{out} holds no tokenizer.json: name the directory of that run with --out.")
-    tokenizer = tokenizer_for(model, out)
+    tokenizer = tokenizer_of(saved, out)
     assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
     print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
     if args.export == "gguf":
