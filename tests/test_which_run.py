@@ -751,6 +751,16 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     assert "dropout" not in cli.run.shape_of(command, record, True)
 
 
+@pytest.mark.parametrize("flags, precision", [
+    (("--export",), "float16"), (("--eval-only",), "float16"), (("--prompt", "a"), "auto"),
+    (("--export", "--precision", "fp32"), "fp32")])
+def test_an_export_and_an_evaluation_have_the_precision_of_the_run(flags, precision):
+    saved = {"path": "run", "settings": {"size": "tiny", "data": "stdlib", "precision": "float16"},
+             "tokenizer_flag": "bytes", "tokenizer_file": None,
+             "model_config": asdict(GPT2Config())}
+    assert cli.run.settle(train_gpt2.parse_args([*flags]), saved).precision == precision
+
+
 def test_defaults_of_a_parser_are_not_given():
     parser = make_parser("", GPT2Config, train_gpt2.SIZES)
     parser.add_argument("--every", type=parse_count, default="2k")
