@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from cli.errors import UserError, first_line, from_launcher
-from cluster.heartbeat import WAY_BACK
 
 # what started several processes, by the variable in which it tells each their number
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
@@ -38,15 +37,11 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
         return None
     elif cause := heartbeat.ask():
         return code, f"error: {cause}", ""
-    elif heartbeat.stood > heartbeat.PATIENCE:  # had others gone on, they would have named this process
-        show_traceback(error)
-        reason = (f"all processes stood still for {heartbeat.stood:.0f} s, as on a suspended machine: "
-                  f"{WAY_BACK}.")
     else:
         show_traceback(error)
         reason = first_line(error)
         return code, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, "
-                      "or cannot reach another."), reason
+                      "one cannot reach another, or the machine was suspended."), reason
     return code, f"error: {reason}", reason
 
 

@@ -99,7 +99,6 @@ class Heartbeat:
         self._state = ""
         self._waits = itertools.count()  # numbers the calls of run_and_wait, the same on all ranks
         self._seen = {}
-        self.stood = 0.0  # the longest time, in seconds, in which this process did not run
         self._next_look = 0.0
         self._stopped = threading.Event()
         self._beat()
@@ -230,11 +229,7 @@ class Heartbeat:
 
     def _beat_on(self):
         with suppress(Exception):  # the store is gone
-            last = time.monotonic()
             while not self.cause and not self._stopped.wait(self.BEAT):
-                now = time.monotonic()
-                self.stood = max(self.stood, now - last - self.BEAT)
-                last = now
                 self._beat()
 
     def _beat(self):

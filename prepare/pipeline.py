@@ -247,7 +247,6 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     settings = source.settings
     counts = writer.counts
     marks = 0
-    returns = 0
     without = 0
     limit = settings["max_tokens"]
     full = limit and counts["read"] >= limit
@@ -271,7 +270,6 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                     tokens = tokens[:left]
                 if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
                     marks += str(text).count(EOT)  # of a text or of a pair
-                    returns += str(text).count("\r\n")  # of a text, for those of a pair are escaped
                 if piece == 0 and writer.splits <= {"train"}:
                     writer.lowest = min(writer.lowest, hash64(text))
                 writer.lost += counted
@@ -295,9 +293,6 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     if marks:
         say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
             f"--split-on '{EOT}' makes documents of what is between")
-    if returns > counts["read"] / 1000:
-        say(f"note: {returns:,} lines in the first 10M tokens end with \\r\\n, which stays: bits per byte do "
-            "not compare with those of the same text without \\r")
     if progress.unread:
         say(f"note: fields that were not read: {listed([*progress.unread])}")
     if progress.marked:

@@ -30,7 +30,7 @@ import cli.run
 import ddp_utils
 import train_gpt2
 from cli.errors import RunError, UserError
-from cluster import diagnosis, dry_run, heartbeat
+from cluster import diagnosis, dry_run
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
 from loggers.start import say_plan
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
@@ -548,23 +548,6 @@ def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     assert ddp_utils.ending_of(error) == (1, "error: rank 1 stopped responding.", "")
     monkeypatch.setattr(ddp_utils, "heartbeat", None)
     assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
-
-
-def test_a_time_in_which_all_processes_stood_still_is_named(monkeypatch, capsys):
-    """One that was stopped alone would have been named by the others."""
-    times = iter([100.0, 101.0, 102.0, 133.0, 134.0])
-    monkeypatch.setattr(ddp_utils.time, "monotonic", lambda: next(times))
-    waits = iter([False] * 4 + [True])
-    beat = SimpleNamespace(cause="", stood=0.0, BEAT=1.0, PATIENCE=5.0, ask=lambda: "", _beat=lambda: None,
-                           _stopped=SimpleNamespace(wait=lambda seconds: next(waits)))
-    heartbeat.Heartbeat._beat_on(beat)
-    assert beat.stood == 30
-    monkeypatch.setattr(ddp_utils, "heartbeat", beat)
-    code, text, reason = ddp_utils.ending_of(RuntimeError("gloo: timed out"))
-    assert code == 1 and text == f"error: {reason}" and "all processes stood still for 30 s" in reason
-    beat.stood = 0.5
-    text = ddp_utils.ending_of(RuntimeError("gloo: no"))[1]
-    assert "one was busy for longer than --timeout" in text
 
 
 @pytest.mark.parametrize("flags, before, after", [

@@ -955,18 +955,6 @@ def test_a_set_that_is_held_out_altogether_is_told_what_to_give(here):
     assert data.read_manifest(prepared(dataset, "out", val_split=named))["complete"]
 
 
-@pytest.mark.parametrize("ends, noted", [("\r\n", True), ("\n", False), ("\r", False)])
-def test_lines_that_end_as_on_windows_are_noted(here, capsys, ends, noted):
-    (here / "x.txt").write_bytes(f"a line of some text{ends}".encode() * 500)
-    prepared("text:x.txt", "out")
-    assert (capsys.readouterr().out.count("500 lines in the first 10M tokens end with \\r\\n") == 1) == noted
-    (here / "x.txt").write_bytes(b"a line of some text\n" * 5000 + b"one of a test\r\n")
-    prepared("text:x.txt", "few")
-    dataset = write_rows(here / "x.jsonl", *({"q": f"{n}\r\n", "a": "b\r\n"} for n in range(50)))
-    prepared(dataset, "pairs", prompt_field="q", response_field="a")  # which have no bits per byte
-    assert "end with" not in capsys.readouterr().out
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder that is read as a repository of the hub is."""
