@@ -787,7 +787,8 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     settings = {"size": "tiny", "precision": "float32", "checkpoint_activations": "none", "strategy": "ddp",
                 "compile": None, "fast": None, "epochs": None, "seq_len": 8, "backend": "auto",
                 "eval_batches": 0, "eval_batch": 16, "warmup": 30}
-    dataset = SimpleNamespace(train=train, val={}, short={}, manifest={}, name="mine", loss=loss)
+    dataset = SimpleNamespace(train=train, val={}, val_splits=set(), short={}, manifest={}, name="mine",
+                              loss=loss)
     log = SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0)
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, row={},
                           steps=300, global_batch=16, batch=8, grad_accum=2)

@@ -41,7 +41,8 @@ def test_a_run_can_be_used(tmp_path, shards):
     assert 0 <= record["val_accuracy"] <= 1
     # ids are bytes
     assert record["val_bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2), rel=1e-12)
-    filled = MLM.here("--out", out, "--export", "--fill", "def [MASK]elf(x[MASK]:")
+    assert MLM.here("--out", out, "--export").code == 0
+    filled = MLM.here("--out", out, "--fill", "def [MASK]elf(x[MASK]:")
     lines = filled.out.splitlines()[-2:]
     assert filled.code == 0 and all(len(re.findall(r"[\d.]+%", line)) == 5 for line in lines), filled.out
     fill = transformers.pipeline("fill-mask", str(out / "hf"), top_k=5)

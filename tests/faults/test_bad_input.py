@@ -275,7 +275,7 @@ MISTAKES = {
     "monitor.py --interval often": "--interval & often & number",
     "monitor.py nowhere": "nowhere & metrics.jsonl",
     "monitor.py ready": "ready & metrics.jsonl",
-    "monitor.py ready nowhere": "ready & metrics.jsonl",
+    "monitor.py ready nowhere": "nowhere & metrics.jsonl",
 }
 # What may go well later with the same command has the exit code 1, all others 2.
 NOT_NOW = ("data.py prepare --dataset imdb", "data.py prepare --dataset hf:nobody/nothing")
