@@ -733,8 +733,8 @@ def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
 
 def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     """A copy of GPT-2 may have a --window that is no shape, and a model a top_k that is one."""
-    said, now = [], {"model_config": {}, "tokenizer": "bytes", "data": "d", "loss_on": "all", "seq_len": 8, "torch": "2",
-                     "settings": {"window": 5, "ema": 0.0, "init_from": None}}
+    said, now = [], {"model_config": {}, "tokenizer": "bytes", "data": "d", "loss_on": "all", "seq_len": 8,
+                     "torch": "2", "settings": {"window": 5, "ema": 0.0, "init_from": None}}
     before = now | {"path": "run", "step": 1, "settings": now["settings"] | {"window": 3}}
     cli.run.compare_with_saved(before, now, False, said.append)
     assert said == ["resuming with window 5 (was 3)"]
