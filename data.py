@@ -530,8 +530,8 @@ class Dataset:
             # of the bytes of its text to those that its tokens spell; NaN if `prepare` has not counted them
             shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
-        self.val_splits = {str(manifest["settings"].get("val_split"))  # of those that have a manifest
-                           for manifest in manifests.values()} - {"None"}
+        self.val_splits = {split for manifest in manifests.values()  # of documents that others may have, too
+                           if (split := str(manifest["settings"].get("val_split"))).startswith("hash:")}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 

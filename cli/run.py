@@ -479,7 +479,7 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
         if was != value and FLAGS.get(name) != NEW:
             changes.append(f"resuming with {name} {value} (was {was})")
         elif FLAGS.get(name) == OF_DATA and value:
-            changes.append(f"resuming with {name} {value}, as it was begun: another --out begins without it")
+            changes.append(f"resuming with {name} {value}, as it was begun")
     for text in changes:
         say(text)
 

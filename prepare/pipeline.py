@@ -295,9 +295,6 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
             f"--split-on '{EOT}' makes documents of what is between")
     if progress.unread:
         say(f"note: fields that were not read: {listed([*progress.unread])}")
-    if progress.marked:
-        say("note: answers that are marked as not to be learned count as empty responses, and stay in the "
-            "prompts of later ones, which only --loss all and train_mlm.py learn")
     if without:
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
@@ -376,6 +373,7 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             if source.pairs:
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
+                # what lost_in compares: the name of a special token is no text
                 text = prompt, response, *(c for c in condition if c not in tokenizer.specials)
                 if (end := tokenizer.marker_ids["end"]) >= 0:
                     parts.append([end])
@@ -456,20 +454,22 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
             time.sleep(0.2)
             manifest = read_manifest(out)
         return out
-    if settings and manifest["complete"]:
-        check_source(data, out, settings)
+    if settings:
         tokens = total(manifest["shards"], "tokens", "train")
         most = settings.get("max_tokens") or useful
-        if endless and useful > most <= tokens:  # with fewer it ended
-            say(f"note: {out} was prepared up to {most:,} tokens, and this model would take "
+        ended = manifest["complete"] and tokens < most
+        if endless and useful > most and not ended:
+            say(f"note: {out} is prepared up to {most:,} tokens, and this model would take "
                 f"{useful:,}{each}: for these, with the other flags that it had, run python data.py prepare "
                 f"--dataset {data} --tokenizer {settings['tokenizer']} --max-tokens {useful} --out "
                 f"{out}-more, and give --data {out}-more")
-        return out
-    settings = settings or limits | {"max_tokens": useful if endless else max_tokens}
-    if endless and settings["max_tokens"]:
-        say(f"{data} is prepared up to {settings['max_tokens']:,} tokens{each}: --max-tokens chooses another "
-            "number")
+        if manifest["complete"]:
+            check_source(data, out, settings)
+            return out
+    else:
+        settings = limits | {"max_tokens": useful if endless else max_tokens}
+        if endless and useful:
+            say(f"{data} is prepared up to {useful:,} tokens{each}: --max-tokens chooses another number")
     for key in ("source", "tokenizer"):  # of an unfinished manifest
         settings.pop(key, None)
     try:

@@ -42,7 +42,7 @@ from prepare.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
-# a line of a tsv in which each field that begins with a quote closes; the group is what has to be in quotes
+# a line of a tsv in which each field that begins with a quote closes; group 1: a tab or a doubled quote in it
 CLOSED = r'(?:(?:^|\t)(?:"(?:[^"\t]++|(\t|""))*+"(?=\t|\r?\n?$)|(?!")[^\t]*+))*\r?\n?'
 ASKS = "system developer user human tool function observation".split()  # roles of messages
 ANSWERS = "assistant gpt chatgpt model function_call".split()
@@ -67,7 +67,6 @@ class Progress:
     seen: int = 0  # documents that were read to their end, or skipped
     divided: bool = False  # whether split_on occurred
     unread: dict = field(default_factory=dict)  # other fields that there are, in their order
-    marked: bool = False  # whether an answer is marked as not to be learned
 
 
 @dataclass
@@ -103,21 +102,20 @@ class Conversation:
             text = text_of(content, self.where)
             learned = True
             for name, value in message.items():
-                if name in MARKS:
+                if name in MARKS and role in ANSWERS:
                     mark = MARK.fullmatch(f"{name} {value}")
                     if not mark:
                         raise UserError(f"{self.where} has a message with the {name} {str(value)[:100]}: an "
                                         "answer is learned as a whole or not at all, so give true or false "
                                         "(or 1 or 0), or rename that key if it says something else.")
                     learned &= not mark[1]
-                elif value and name not in "role from content value".split():
+                elif value not in (None, "", []) and name not in (*MARKS, *"role from content value".split()):
                     # before those of rows, of which a table can have more than a line shows
                     self.progress.unread = {f"{name} of messages": None} | self.progress.unread
             if role in ("system", "developer") and not (before or condition):
                 condition = text
                 continue
             if role in ANSWERS and before:
-                self.progress.marked |= not learned
                 yield "\n".join(before), text if learned else "", condition
             if text:
                 before.append(text)
@@ -188,7 +186,7 @@ class Source:
                 raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
                                 "another, or write a null where it is missing.")
             if isinstance(value, float) and str(kind).endswith("float"):  # of 32 bits, or a halffloat
-                value = kind.to_pandas_dtype()(value)  # whose text is 4.2, and not 4.199999809265137
+                value = float(str(kind.to_pandas_dtype()(value)))  # 4.2, and not 4.199999809265137
             messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
             if messages and value is not None:
                 yield Conversation(where, value if isinstance(value, list) else [value], self.progress)
@@ -216,12 +214,13 @@ class Source:
             flag = "--val-field NAME"
         if tokenizer := self.settings.get("tokenizer"):
             flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
-        raise UserError(f"{where} has {'several fields' if missing[0] in there else 'no field'} "
-                        f"{missing[0]!r} but {', '.join(there)}: choose among them in python data.py prepare "
-                        f"--dataset {shlex.quote(self.dataset)} {flag} "
+        if missing[0] in there:
+            raise UserError(f"{where} has the field {missing[0]!r} more than once: give each another name.")
+        raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them in "
+                        f"python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
                         "and train on the directory that this makes. Rows that lack it need a null there, a "
                         "field inside of another has a name with a dot, as meta.text, and the first row of a "
-                        "table names its fields, each another name.")
+                        "table names its fields.")
 
 
 def find_source(dataset: str) -> tuple[str, list[Path]]:
@@ -402,8 +401,8 @@ def read_csv(source, progress):
                             "before a table that tabs divide, csv: for commas or semicolons. A field of a "
                             "csv that holds one of these, a quote or the end of a line has to be between "
                             "quotes, and quotes in it are doubled, as Python's csv.writer and spreadsheets "
-                            "write it. A field of a tsv cannot hold the end of a line: make a csv of such a "
-                            "table, as csv.writer does of the rows of csv.reader(file, 'excel-tab').")
+                            "write it. In a tsv each quote closes in its line: close or double it there, and "
+                            "make a csv of a table whose fields have several lines.")
 
 
 def quotes_enclose(files: list[Path]) -> bool:

@@ -13,16 +13,7 @@ import numpy as np
 
 from cli.errors import UserError, access
 from prepare.tokenizer_json import HuggingFaceTokenizer, text_of_merges
-from prepare.vocabulary import (
-    BYTE_CHARS,
-    ENDS,
-    EOT,
-    MASK,
-    RESPONSE,
-    Vocabulary,
-    tokenizer_id,
-    without_surrogates,
-)
+from prepare.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id, without_surrogates
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -184,13 +175,7 @@ def load_tokenizer(name: str) -> Vocabulary:
     with access(name):
         for path in (Path(name), Path(name, "tokenizer.json")):
             if path.is_file():
-                tokenizer = parse_tokenizer_json(
-                    str(path), path.read_text(encoding="utf-8", errors="replace"))
-                with contextlib.suppress(Exception):  # there is none, or it names no single end
-                    eos = json.loads(path.with_name("config.json").read_text("utf-8"))["eos_token_id"]
-                    if eos is not None and eos in map(tokenizer.specials.get, ENDS):
-                        tokenizer.eot = eos
-                return tokenizer
+                return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
         return parse_tokenizer_json(name, text_of_merges(name))
     if re.fullmatch(r"bpe:\d+", name):
@@ -204,7 +189,9 @@ def with_markers(tokenizer: Vocabulary) -> Vocabulary:
         return tokenizer
     spec = json.loads(tokenizer.to_json())
     spec["added_tokens"].append(added_token(RESPONSE, tokenizer.num_ids))
-    return parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+    marked = parse_tokenizer_json(tokenizer.name, json.dumps(spec, ensure_ascii=False))
+    marked.eot = tokenizer.eot
+    return marked
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:

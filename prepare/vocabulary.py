@@ -38,8 +38,7 @@ class Vocabulary:
     """The tokens of a tokenizer, as its tokenizer.json spells them: `spec` is its content, `text` its text.
     `takes_blank`: whether tokens hold the blank before their word, so that a mask replaces that, too.
     `num_ids` counts all ids. `vocab_size` excludes [MASK] if it is the last id, because only masked language
-    models need it. `roles` has the ids that mark a sample's `start`, `response` and `end` (−1: the next
-    start), or is None. Those in prepare/ also encode and decode.
+    models need it. Those in prepare/ also encode and decode.
     """
 
     def __init__(self, name: str, spec: dict, text: str = ""):
@@ -56,15 +55,18 @@ class Vocabulary:
         self.mask = specials[self.mask_token]
         self.num_ids = max(self.vocab.values()) + 1
         self.vocab_size = self.num_ids - (self.mask == self.num_ids - 1)
-        self.marker_ids = None
-        if all(name in specials for name in HRM_TEXT_MARKERS):
-            self.marker_ids = dict(zip(("start", "response", "end"), map(specials.get, HRM_TEXT_MARKERS)))
-        elif RESPONSE in specials:
-            self.marker_ids = {"start": self.eot, "response": specials[RESPONSE], "end": -1}
         self.takes_blank = any(re.match("[\u0120\u2581].", word) for word in self.vocab)
         self._byte_level = "ByteLevel" in str(spec["decoder"])
         self.exact = self._byte_level  # whether `lengths` add up to the bytes of a text
         self._text = text
+
+    @property
+    def marker_ids(self) -> dict[str, int] | None:
+        """The ids that mark a sample's `start`, `response` and `end` (−1: the next start), if it has any."""
+        if all(name in self.specials for name in HRM_TEXT_MARKERS):
+            return dict(zip(("start", "response", "end"), map(self.specials.get, HRM_TEXT_MARKERS)))
+        if RESPONSE in self.specials:
+            return {"start": self.eot, "response": self.specials[RESPONSE], "end": -1}
 
     def to_json(self) -> str:
         """The text of its tokenizer.json."""

@@ -452,7 +452,8 @@ def from_hf(model_class: type, source: str) -> nn.Module:
         join_modern(wanted, config)
     for name, tensor in wanted.items():
         # files of the original GPT-2 models lack the prefix
-        weight = found[name] = tensors.pop(name, tensors.pop(name.removeprefix("transformer."), None))
+        there = name if name in tensors else name.removeprefix("transformer.")
+        weight = found[name] = tensors.pop(there, None)
         if weight is None or weight.shape != tensor.shape:
             raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
         if not weight.is_floating_point() or weight.itemsize < 2:  # its scales are elsewhere
