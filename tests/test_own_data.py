@@ -405,9 +405,8 @@ def test_it_is_killed_on_two_processes(code, strategy, shards, tmp_path):
 
 @FULL
 def test_shorter_rows_that_keep_all_labels(shards, tmp_path):
-    """The note on them, on the row of the table."""
-    note = re.search(r"instead of the last\n +`(parts = .+)` and\n +`(batches = .+)`\.", GUIDE)
-    parts, batches = note.groups()
+    """The note on them, below their code."""
+    parts, batches = re.search(r"^```python\n(parts = .+)\n(batches = .+)\n```", GUIDE, re.M).groups()
     trainer = row_of_the_guide("shorter rows at first", shards, tmp_path)
     text = (tmp_path / "train_shorter_rows_at_first.py").read_text()
     text = re.sub(r"^( +)count = count .*\n", "", text, flags=re.M)
@@ -424,7 +423,7 @@ def test_shorter_rows_that_keep_all_labels(shards, tmp_path):
 @FULL
 def test_the_own_rate_of_an_optimizer(shards, tmp_path):
     """It is that of a run with this --lr."""
-    assert 'as\n  `group["scale"] = 1e-4 / args.lr`' in GUIDE
+    assert '`group["scale"] = 1e-4 / args.lr`' in GUIDE
     scale = 'for group in optimizers[0].param_groups:\n    group["scale"] = 1e-4 / args.lr'
     own = changed(tmp_path / "train_rate.py", (scale, "state = "))
     usual = Trainer("train_gpt2.py", **own.defaults)

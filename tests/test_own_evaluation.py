@@ -87,10 +87,9 @@ HEAD = "import torch\nimport torch.nn.functional as F\nfrom weights.init_from im
 
 
 def guide_blocks(item: str) -> list[str]:
-    """The pieces of code of one of the numbered changes in the guide."""
-    text = re.search(rf"^\d+\. \*\*{item}.*?(?=^\d+\. \*\*|^A sweep)", GUIDE, re.M | re.S)[0]
-    found = re.findall(r"    ```python\n(.*?)    ```", text, re.S)
-    return [re.sub(r"^    ", "", code, flags=re.M) for code in found]
+    """The pieces of code of one of the guide's recipes."""
+    text = re.search(rf"^### {item}.*?(?=^##)", GUIDE, re.M | re.S)[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
 # ----------------------------------------------------------------------------------- a metric, a best_metric
@@ -272,9 +271,10 @@ def teacher(shards, tmp_path_factory):
 
 def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
-    load, loss = guide_blocks("A teacher")
-    return changed(path, (HEAD, "import data"), (f"TEACHER = {str(teacher)!r}", "BETAS = "),
-                   ("=" + load, "meta = "), ("=" + loss, "objective, sums = "), *more)
+    top, load, loss = guide_blocks("A teacher")
+    top = "import torch\n" + top.replace('"runs/teacher"', repr(str(teacher)))
+    return changed(path, (top, "BETAS = "), ("=" + load, "meta = "),
+                   ("=" + loss, "objective, sums = "), *more)
 
 
 @pytest.mark.parametrize("ranks, strategy", [
@@ -318,10 +318,10 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     assert refused.code == 2 and "was trained with the tokenizer bytes (" in refused.out, refused.out
     short = trainer.train(0, shards, tmp_path / "long", seq_len=64)
     assert short.code == 2 and "has learned positions for 32 tokens: lower --seq-len." in short.out, short.out
-    load, _ = guide_blocks("A teacher")
+    top, load, _ = guide_blocks("A teacher")
     load = load.replace("TEACHER", repr(str(own)))
     teacher, _, identity = load.splitlines()
-    late = changed(tmp_path / "train_late.py", (HEAD, "import data"), ("=" + identity, "meta = "),
+    late = changed(tmp_path / "train_late.py", (top, "BETAS = "), ("=" + identity, "meta = "),
                    (teacher, "step, samples = check"))
     with pytest.raises(UnboundLocalError, match="local variable 'teacher'"):
         late.train(0, shards, tmp_path / "late")
@@ -362,9 +362,9 @@ labels = ddp.async_sum(count * run.grad_accum, world)"""
 @pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
 def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
-    loss, _ = guide_blocks("Preferences")
-    reference = "reference = load_frozen(model, run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_dpo.py", (HEAD, "import data"), (reference, "meta = "),
+    reference, loss, _ = guide_blocks("Preferences")
+    top = "import torch\n" + guide_blocks("A teacher")[0]
+    trainer = changed(tmp_path / "train_dpo.py", (top, "BETAS = "), (reference, "meta = "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run", init_from=teacher, strategy=strategy, **flags)
