@@ -415,8 +415,8 @@ class Shards:
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         if self.ids and self.of_run not in (None, self.ids):
-            raise UserError(f"{self.paths[0].parent} has another tokenizer than the data of this run: "
-                            "prepare it with their tokenizer.json.")
+            raise UserError(f"{self.paths[0].parent} has another tokenizer than the data of this run, or "
+                            "only one of them has pairs: prepare both alike, with one tokenizer.json.")
         begin = 0
         for path, (first, grid, following) in zip(self.paths, self.grids):
             end = rows.searchsorted(first + len(grid))
@@ -539,7 +539,7 @@ class Dataset:
         """Raises UserError if a trainer has put in a set without rows, or with ids of another tokenizer.
         From here on to the end of the run, Shards of another one can't be read.
         """
-        Shards.of_run = self.ids
+        Shards.of_run = None if self.vocab_size else self.ids
         at_end.callback(setattr, Shards, "of_run", None)
         for rows in (self.train, *self.val.values()):
             if not rows.rows:

@@ -795,6 +795,7 @@ class TrainState:
         self.model = model
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # of DDP's buckets, by parameter
+        self.begun_with = self.numbers()  # and again in warm_up
         self.world = world
         self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
@@ -854,7 +855,7 @@ class TrainState:
         for _, held in getattr(self.wrapped, "_comm_hooks", []):
             if not isinstance(held, dist.ProcessGroup | None):
                 self.say(f"WARNING: no checkpoint holds the {type(held).__name__} of the communication hook: "
-                         "a resumed run will differ from an uninterrupted one")
+                         "a resumed run differs from an uninterrupted one if it changes")
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
@@ -877,7 +878,8 @@ class TrainState:
         """The numbers, texts and bools of the model's modules and its configuration, as (name, value)."""
         parts = [*self.model.named_modules(), ("config", self.model.config)]
         return {(f"{module}.{name}", value) for module, part in parts
-                for name, value in vars(part).items() if isinstance(value, int | float | str)}
+                for name, value in vars(part).items()
+                if isinstance(value, int | float | str) and name != "training"}
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
@@ -1417,7 +1419,7 @@ class Checkpoints:
         assert_in_sync(state.model)
         for name, _ in state.numbers() - state.begun_with:
             state.say(f"WARNING: {name.strip('.')} of the model has changed since the start, and no "
-                      "checkpoint holds it, so a use of the run has another: make it a persistent buffer")
+                      "checkpoint holds it: if --eval-only or --prompt need it, make it a persistent buffer")
         world = self.world
         self.saved_step = step
         say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
@@ -1685,7 +1687,7 @@ class StopVote:
     def _on_signal(self, number, frame):
         # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
         if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
-            os.write(2, b"\nleaving at once, without a checkpoint\n")
+            os.write(2, b"\nleaving at once, without another checkpoint\n")
             os._exit(130)
         if not self.signal:
             self._since = time.monotonic()  # set first: a signal may come between these two lines

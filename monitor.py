@@ -3,8 +3,8 @@
 A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
 for each logged step and each evaluation (metrics.jsonl), and through loggers/ the same data as lists
 (history.json) and, if matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard.
-A logged step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes,
-as in nvidia-smi, htop and torch's messages. The commands start at once, because nothing here imports torch.
+A logged step has one line and one point in each curve, even after a kill. The commands start at once, because
+nothing here imports torch.
 In this file, and who calls it:
 
     what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
@@ -161,9 +161,9 @@ def results_of(sums: dict[str, float], in_nats: bool = True) -> dict[str, float]
         means["val_exact"] = sums["exact"] / max(sums["samples"], 1)
     elif in_nats and sums["bytes"] >= 0:  # not NaN; so that tokenizers can be compared
         means["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
-    with suppress(OverflowError):  # where it is larger than any float64
-        if in_nats:
-            means.setdefault("val_perplexity", math.exp(means["val_loss"]))  # or a metric of one's own
+    if in_nats:  # unless a metric has that name
+        loss = means["val_loss"]
+        means.setdefault("val_perplexity", math.inf if loss > 709 else math.exp(loss))
     return means
 
 

@@ -55,7 +55,7 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # how long torchrun leaves its processes after SIGTERM, for a checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
-# Static rendezvous: rank 0 is always on node 0. SIGUSR1 and what follows would otherwise end torchrun and
+# Static rendezvous: rank 0 is always on node 0. SIGUSR1, SIGUSR2 and SIGXCPU would otherwise end torchrun and
 # nothing else.
 # torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
 # from what may go well at the next try.

@@ -1,4 +1,6 @@
-"""The machine: CPU, RAM, disk, network and GPUs."""
+"""The machine: CPU, RAM, disk, network and GPUs. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi, htop
+and torch's messages.
+"""
 
 import re
 import resource

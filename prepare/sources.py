@@ -7,7 +7,6 @@ import codecs
 import contextlib
 import csv
 import datetime
-import decimal
 import glob
 import gzip
 import itertools
@@ -587,8 +586,6 @@ def text_of(value, where: str) -> str:
     """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
     if value is None or isinstance(value, numbers.Number) and value != value:  # missing, among numbers
         return ""
-    if isinstance(value, decimal.Decimal):
-        value = f"{value:f}"  # never 0E-8
     if isinstance(value, bytes):
         value = value.decode()  # ValueError if it is no text
     if isinstance(value, bool):

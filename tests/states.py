@@ -29,5 +29,4 @@ def train_state(model, world, **changes) -> ddp_utils.TrainState:
     optimizers = make_optimizers(model, run.args.optimizer, run.args.lr, train_hrm.BETAS,
                                  run.args.weight_decay)
     state = ddp_utils.TrainState(model, optimizers, run)
-    state.begun_with = state.numbers()  # as after warm_up
     return state

@@ -19,8 +19,8 @@ PIECE = re.compile(r"^### (.+)$|^(?:\*\*(.+?)\*\*)?.*?([Bb]efore|[Ii]nstead of) 
 BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
           "a curve": 1, "norms of the gradients": 4, "a metric": 5, "the best by another number": 1,
           "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
-          "shorter rows at first": 3, "another loss": 3, "a frozen embedding": 2, "a block frozen until step 1000": 4,
-          "a loss term from inside the model": 5}
+          "shorter rows at first": 3, "another loss": 3, "a frozen embedding": 2,
+          "a block frozen until step 1000": 4, "a loss term from inside the model": 5}
 # the tests of own evaluations, own data and LoRA read these; a profile has none
 ELSEWHERE = {"weighted losses and policy gradients", "a teacher", "preferences (DPO)", "data of your own",
              "an average of your own", "fine-tune with LoRA", "a profile"}

@@ -600,7 +600,6 @@ def test_numbers_of_groups_and_frozen_parameters_do_not_begin_anew(world, tmp_pa
         model = MODELS["gpt2"]()
         model.embed.weight.requires_grad_(False)
         state = TrainState(model, [optimizer(model.parameters(), lr=1e-2)], run_of(world))
-        state.begun_with = state.numbers()  # as after warm_up
         return state
 
     idx = torch.arange(32).view(2, 16)

@@ -591,7 +591,6 @@ class Schedule(torch.optim.Optimizer):
 def begin(world, optimizer=Schedule, **options) -> TrainState:
     model = small(GPT2)
     state = TrainState(model, [optimizer(model.parameters(), lr=1e-2, **options)], run_of(world))
-    state.begun_with = state.numbers()  # as after warm_up
     return state
 
 
