@@ -59,6 +59,7 @@ class Two(torch.nn.Module):
     """Two parameters of a block each, and one that is frozen."""
 
     compute_dtype = torch.float32
+    config = SimpleNamespace()
 
     def __init__(self):
         super().__init__()

@@ -288,6 +288,8 @@ def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
 
 
 def events(log: RunLog) -> EventFile:
+    if (log.out / "tb").exists():
+        time.sleep(1 - time.time() % 1)  # names of files have seconds, by which TensorBoard orders them
     return EventFile(log, 400)
 
 

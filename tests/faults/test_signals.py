@@ -271,7 +271,7 @@ def test_ctrl_c_twice(tmp_path, shards):
     assert group.all_alive
     group.send(signal.SIGINT)
     done = group.finish(2)
-    assert done.code == 130 and "without a checkpoint" in done.out, done.out
+    assert done.code == 130 and "without another checkpoint" in done.out, done.out
     assert not list_checkpoints(out) and "Traceback" not in done.out
 
 
