@@ -771,15 +771,17 @@ class Norm(Tensor):
     __repr__ = __format__
 
 
+def count_hooks(optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks | optimizer._optimizer_step_post_hooks)
+
+
 def skips_on_device(optimizer, whole) -> bool:
     """Whether the device can skip an update of `optimizer`, as torch's fused kernels do if `found_inf` is 1.
     With zero1, `whole` has the parameters of all ranks, so that they agree. What wraps or extends these
     classes may do more in a step. SGD would keep a first momentum without values.
     """
-    hooks = whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks
-    known = type(optimizer) in (AdamW, Adam, Adagrad) and not hooks
-    return known and all(group["fused"] and p.is_cuda
-                         for group in whole.param_groups for p in group["params"])
+    return type(optimizer) in (AdamW, Adam, Adagrad) and not count_hooks(whole) and all(
+        group["fused"] and p.is_cuda for group in whole.param_groups for p in group["params"])
 
 
 class TrainState:
@@ -802,13 +804,15 @@ class TrainState:
         self.zero1 = args.strategy == "zero1"
         if self.zero1:  # each process updates some of the parameters and sends those in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
-            if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers):
-                raise UserError(
-                    "zero1 makes the optimizers again: register hooks on state.optimizers, after TrainState.")
-            # in the trainer's list, too, which may register hooks later
-            optimizers[:] = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
-                                                     parameters_as_bucket_view=True)
-                             for o in optimizers]
+            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
+                                                       parameters_as_bucket_view=True)
+                               for o in optimizers]
+            for old, new in zip(optimizers, self.optimizers):
+                if count_hooks(old) > count_hooks(new.optim):  # its constructor may register some itself
+                    raise UserError("zero1 makes the optimizers again: register hooks on state.optimizers, "
+                                    "after TrainState.")
+            with suppress(TypeError):  # in the trainer's list, too, which may register hooks later
+                optimizers[:] = self.optimizers
         # those that hold the state, with zero1 of a part of the parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
         self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"

@@ -100,5 +100,4 @@ def draw(levels: dict[str, list[float]], trained_with: int, path: Path):
     axes.text(trained_with, 3, " most cycles in training")
     axes.set(xlabel="cycles", ylabel="exact matches in %", ylim=(0, 101))
     axes.legend(title="level", loc="lower right")
-    axes.grid(alpha=0.3)
     save_picture(figure, path)

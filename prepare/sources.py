@@ -600,18 +600,13 @@ def text_of(value, where: str) -> str:
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
     """Names the first byte of a file that is not UTF-8, and commands that mend it."""
     name = shlex.quote(str(path))
-    copy = f"{name_of_copy(path)}.txt"
+    copy = "mended.txt" if path.stem == "new" else "new.txt"  # never the file itself
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
                      f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > {copy} (or -f UTF-16 if "
                      "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
                      f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > {copy}, or zero bytes "
                      f"with tr -d '\\000' < {name} > {copy}. A packed file has to be unpacked before "
                      "that, and a picture has no text.")
-
-
-def name_of_copy(path: Path) -> str:
-    """The name without an ending for what a command makes of a file, never that of the file itself."""
-    return "mended" if path.stem == "new" else "new"
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:

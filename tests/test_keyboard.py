@@ -151,13 +151,13 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch, capsys):
             raise KeyboardInterrupt
         return f"question {len(asked)}"
 
-    def answer(pieces):
+    def answer(*_):
         if len(asked) == 1:
             raise KeyboardInterrupt
-        print("answered")
+        return [["answered"]]
 
     monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr(use, "print_pieces", answer)
+    monkeypatch.setattr(use, "samples_of", answer)
     done = GPT2.here("--out", runs / GPT2.script, "--chat")
     assert done.code == 0 and done.out == "\nanswered\n" and len(asked) == 3, done.out
     assert capsys.readouterr().err.count("each line is asked alone") == 1

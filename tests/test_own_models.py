@@ -118,6 +118,13 @@ def test_hooks_of_an_optimizer_that_zero1_rebuilds_are_refused(kind, world):
     with pytest.raises(UserError, match="on state.optimizers, after TrainState"):
         TrainState(model, optimizers, run)
     removable.remove()
+
+    class Hooked(torch.optim.AdamW):  # made again with its hook
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            getattr(self, f"register_{kind}_hook")(lambda *_: None)
+
+    assert len(TrainState(model, (Hooked(model.parameters()),), run).optimizers) == 1
     state = TrainState(model, optimizers, run)
     for of in (state.optimizers, optimizers):
         getattr(of[0], f"register_{kind}_hook")(lambda *_: calls.append(1))

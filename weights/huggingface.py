@@ -253,7 +253,6 @@ CHAT_TEMPLATE = r"""
 def _safetensors():
     with needed("safetensors", "a model of Hugging Face"):
         import safetensors.torch
-    import safetensors.torch
     return safetensors
 
 

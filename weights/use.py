@@ -169,7 +169,9 @@ def use_on_rank0(model: nn.Module, run: Run):
         if echo:
             print(prompt, end="\n" * (model.config.response >= 0))
         for text in texts:
-            print_pieces(text)
+            for piece in text:
+                print(piece, end="", flush=True)
+            print()
 
     chat, prompt = (vars(args).get(name) for name in ("chat", "prompt"))
     if (chat or prompt is not None) and (why_not := contradiction(model, world.device)):
@@ -264,12 +266,6 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
         if not off <= bound * ours.abs().max():  # or it is no number
             raise UserError(f"the export has other logits than the model, by {off:.2g}: in {precision} "
                             f"{EDITED}")
-
-
-def print_pieces(pieces):
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
 
 
 def evaluate_only(model: nn.Module, run: Run):
