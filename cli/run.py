@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -344,10 +345,14 @@ def load_data(run: Run, **more) -> Dataset:
     useful = run_and_wait(before_data, run, more)  # with the vocabulary that --tokenizer will have
 
     def read():
+        if ddp_utils.launched:  # see `stop` in prepare/command.py
+            handler = signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
         limits = {name: getattr(args, name) for name, kind in FLAGS.items() if kind == OF_DATA}
         watch = ddp_utils.heartbeat.raise_if_lost if ddp_utils.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
                               **limits) for source in sources_of(args.data)]
+        if ddp_utils.launched:
+            signal.signal(signal.SIGINT, handler)
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
             run.change_data(dataset)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -140,9 +141,17 @@ def main():
     args.pop("run")(**args)
 
 
+def stop(number, frame):
+    """Ends the process on Ctrl-C. An exception instead can leave a thread's lock taken, and the end hangs."""
+    os.write(2, b"\nstopped: finished shards are kept; run the same command again to resume\n")
+    os._exit(130)
+
+
 def command():
     """Runs the command and ends the process."""
     code = 0
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+        signal.signal(signal.SIGINT, stop)
     try:
         with access():
             main()
@@ -151,9 +160,5 @@ def command():
         print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:  # from `peek … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.unraisablehook = lambda _: None  # from half-made objects, such as a progress bar
-        code = 130
-        print("\nstopped: finished shards are kept; run the same command again to resume", file=sys.stderr)
     sys.stdout.flush()
     os._exit(code)  # pyarrow's threads can abort a process that shuts down while they still run

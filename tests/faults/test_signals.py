@@ -25,7 +25,8 @@ import data
 import ddp_utils
 import model
 from ddp_utils import list_checkpoints, read_checkpoint
-from prepare import bpe
+from prepare import bpe, pipeline
+from prepare.packing import ShardWriter
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -92,8 +93,6 @@ def test_prepare(tmp_path, number, workers):
     out = tmp_path / "out"
     group = Group(*command, out)
     wait_for(lambda: lines_of(out / "manifest.json"))
-    if number == signal.SIGINT:  # Python itself loses it while it starts a thread ("release unlocked lock")
-        wait_for(lambda: data.read_manifest(out)["shards"])
     group.send(number)
     done = group.finish(10)
     assert done.code == code_of_death(number), done.out
@@ -147,6 +146,55 @@ def test_ctrl_c_does_not_wait_for_the_threads_of_prepare(tmp_path, workers):
     assert Group(*command, tmp_path / "whole").finish().code == 0
     assert [path.read_bytes() for path in sorted(out.glob("*.*"))] == [
         path.read_bytes() for path in sorted((tmp_path / "whole").glob("*.*"))]
+
+
+class InALock:
+    """Ctrl-C while this process holds the lock of a result that the writing thread is to fill in. With an
+    exception, it stays taken."""
+
+    def __call__(self):
+        real, count = ShardWriter.commit, itertools.count(1)
+
+        def commit(*arguments, **options):
+            real(*arguments, **options)
+            if next(count) == 3:
+                arguments[0].writing._condition.acquire()
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+
+        ShardWriter.commit = commit
+
+
+class SmallShards(InALock):
+    """The same in a trainer, whose shards would hold the whole text."""
+
+    def __call__(self):
+        super().__call__()
+        real = pipeline.settings_of
+        pipeline.settings_of = lambda *arguments, **options: real(
+            *arguments, **options) | {"shard_tokens": 100_000}
+
+
+def prepare_flags(directory):
+    text = "".join(f"{n} and {n * n} more words\n" for n in range(60_000))
+    (directory / "text.txt").write_text(text)
+    return f"text:{directory}/text.txt"
+
+
+def test_ctrl_c_while_a_lock_is_held(tmp_path):
+    """It must not hang, and the same command goes on."""
+    command = ("data.py", "prepare", "--dataset", prepare_flags(tmp_path), "--shard-tokens", "100k",
+               "--tokenizer", "bytes", "--out", tmp_path / "out")
+    done = Group(*command, fault=InALock()).finish(20)
+    assert done.code == 130 and "Traceback" not in done.out, done.out
+    assert data.read_manifest(tmp_path / "out")["shards"]
+    assert Group(*command).finish().code == 0
+
+
+def test_ctrl_c_while_a_trainer_that_prepares_holds_a_lock(tmp_path):
+    flags = GPT2.flags(prepare_flags(tmp_path), tmp_path / "run", tokenizer="bytes")
+    done = Group(GPT2.script, *flags, cwd=tmp_path, fault=SmallShards()).finish(20)
+    assert done.code == 130 and "Traceback" not in done.out, done.out
 
 
 @pytest.mark.parametrize("number", STOPS)
