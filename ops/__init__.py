@@ -1,4 +1,11 @@
-"""What a plain run does without: attention.py (bfloat16 on CPUs) and cross_entropy.py, fast forms of what
-model.py has plainly, with other last bits; flash_attention_4.py; adam_atan2.py (--optimizer adam-atan2) and
-ema.py (--ema). make_optimizers in model.py chooses the optimizer.
+"""Faster versions of what model.py computes, and what only some flags need.
+
+    attention.py            bfloat16 attention on CPUs
+    cross_entropy.py        the loss and its gradients in one pass
+    flash_attention_4.py    FlashAttention 4 on GPUs, if it's installed
+    adam_atan2.py           --optimizer adam-atan2; make_optimizers in model.py chooses it
+    ema.py                  --ema
+    device.py               settings of the process
+
+attention.py and cross_entropy.py differ from the plain computation only in the last bits.
 """

@@ -1,11 +1,12 @@
-"""The optimizer of HRM-Text: --optimizer adam-atan2. To add another, see make_optimizers in model.py."""
+"""HRM-Text's optimizer, `--optimizer adam-atan2`. To add another one, see make_optimizers in model.py."""
 
 import torch
 
 
 class AdamAtan2(torch.optim.Optimizer):
-    """AdamW with an arctangent in place of the division and its epsilon (Everett et al., arXiv 2407.05872).
-    As in HRM-Text, the bias correction of the first moment multiplies the arctangent, not its argument.
+    """AdamW that computes atan2(m, √v̂) instead of m̂ / (√v̂ + ε), so it needs no ε (Everett et al.,
+    arXiv 2407.05872). As in HRM-Text, the update is atan2(m, √v̂) / (1 − β₁ᵗ): the bias correction of the
+    first moment is applied outside the arctangent.
     """
 
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay=0.1):

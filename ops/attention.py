@@ -1,5 +1,8 @@
-"""Attention of bfloat16 on CPUs. torch's kernel computes it in float32 unless the CPU has AMX. Products of
-bfloat16 with some of the scores (B, H, T, T) in between are faster, but keep these for the backward pass.
+"""Attention in bfloat16 on CPUs.
+
+torch's kernel computes it in float32 unless the CPU has AMX. Plain bfloat16 matrix products are faster, but
+take more memory: they keep the softmax weights (B, H, T, T) for the backward pass. With a window they skip
+what no query sees.
 """
 
 import math
@@ -8,19 +11,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-QUERIES = 256  # that bfloat16 attention on a CPU takes at a time; with a window a quarter of them
-SUMMED = 512  # terms that a matrix product of bfloat16 on a CPU adds up before it rounds
+QUERIES = 256  # queries in a block; with a window, a quarter of that
+SUMMED = 512  # terms that a bfloat16 matrix product on a CPU adds up before it rounds
 
 
-def _first(begin: int, end: int) -> int:
-    """Where to begin instead, so that sums over [begin, end) are rounded as those over all from 0 on."""
+def _aligned(begin: int, end: int) -> int:
+    """Moves `begin` down so that a sum over [begin, end) rounds at the same places as a sum from 0."""
     return begin if begin // SUMMED == (end - 1) // SUMMED else begin // SUMMED * SUMMED
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention of scaled queries q (B, H, T, D) over keys and values (B, H, S, D), a few queries at a time,
-    whose scores fit a cache. Position i sees at most the keys from i - before to i + after (None: any). Up to
-    1,024 tokens these are the bits of two products over all of T x S.
+    """Attention of scaled queries q (B, H, T, D) over keys k and values v (B, H, S, D).
+
+    It takes a block of queries at a time, so that the block's scores fit in the CPU's cache. Query i sees at
+    most keys i − before to i + after (None: no limit). Up to 1,024 tokens the result has the same bits as
+    with the whole matrix of scores (T, S) at once.
     """
 
     @staticmethod
@@ -28,11 +33,11 @@ class _BlockAttention(torch.autograd.Function):
         T, S = q.size(2), k.size(2)
         step = QUERIES if before is None else QUERIES // 4
         out = torch.empty_like(q)
-        weights, blocks = [], []  # of some queries, and which queries and keys these are
+        weights, blocks = [], []  # the softmax weights of each block, and its (begin, end, first, last)
         for begin in range(0, T, step):
             end = min(begin + step, T)
             last = S if after is None else min(math.ceil((end + after) / step) * step, S)
-            first = 0 if before is None else _first(max(begin - before, 0) // step * step, last)
+            first = 0 if before is None else _aligned(max(begin - before, 0) // step * step, last)
             scores = q[:, :, begin:end] @ k[:, :, first:last].mT
             seen = None
             if mask is not None:
@@ -53,7 +58,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, *weights = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grads = []  # of the scores
+        grads = []  # gradients of the scores, by block
         for (begin, end, first, last), p in zip(ctx.blocks, weights):
             grad_p = grad[:, :, begin:end] @ v[:, :, first:last].mT
             grads.append(torch._softmax_backward_data(grad_p, p, -1, p.dtype))
@@ -61,25 +66,29 @@ class _BlockAttention(torch.autograd.Function):
         for begin in range(0, k.size(2), ctx.step):
             keys = slice(begin, min(begin + ctx.step, k.size(2)))
             seeing = [block for block in ctx.blocks if block[2] <= begin < block[3]]
-            rows = slice(_first(seeing[0][0], seeing[-1][1]), seeing[-1][1])
+            rows = slice(_aligned(seeing[0][0], seeing[-1][1]), seeing[-1][1])
             grad_v[:, :, keys] = _columns(weights, ctx.blocks, rows, keys).mT @ grad[:, :, rows]
             grad_k[:, :, keys] = (q[:, :, rows].mT @ _columns(grads, ctx.blocks, rows, keys)).mT
         return grad_q, grad_k, grad_v, None, None, None
 
 
 def _columns(parts: list[Tensor], blocks: list[tuple], rows: slice, keys: slice) -> Tensor:
-    """Some queries and keys, (B, H, rows, keys), of `parts` (B, H, block of queries, keys that they see)."""
+    """Cuts (B, H, rows, keys) out of a matrix (B, H, T, S) that is given by blocks of rows. A part holds the
+    columns from first to last of its block; the others are 0.
+    """
     columns = []
     for (begin, _, first, last), part in zip(blocks, parts):
         if rows.start <= begin < rows.stop:
-            if not first <= keys.start < last:  # all of these see none of the keys
+            if not first <= keys.start < last:  # no query of this block sees these keys
                 part, first = torch.zeros_like(part[..., :1]).expand(*part.shape[:3], keys.stop), 0
             columns.append(part[..., keys.start - first:keys.stop - first])
     return torch.cat(columns, dim=2)
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Attention over q, k, v (B, H, T, D), as Block.attend in model.py."""
+    """Attention of q (B, H, T, D) over k and v (B, H, S, D); returns (B, H, T, D). `mask`, broadcastable to
+    (B, H, T, S), is True where a query sees a key. See Block.attend in model.py.
+    """
     before, after = (None, 0) if is_causal else getattr(mask, "reach", (None, None))
     q = q * q.size(-1) ** -0.5
     if q.size(2) > QUERIES:

@@ -1,4 +1,4 @@
-"""Settings of a process that make its steps faster, or alike on all nodes."""
+"""Settings of the process that make steps faster, or the same on all nodes."""
 
 import ctypes
 import importlib.util
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def keep_freed_memory():
-    """Makes glibc keep freed memory for the next tensors. By default it returns large blocks to the
-    kernel, and each page costs a fault when it is written again.
+    """Makes glibc keep freed memory for the next tensors. By default glibc returns large blocks to the
+    kernel, and then each page costs a page fault when it is written again.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # no other C library has it
+    if hasattr(libc, "mallopt"):  # only glibc has it
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_MAX, 0)
 
 
 def use_libdevice_of_triton():
-    """Makes compiled blocks round alike on nodes with and without a CUDA toolkit, and keeps torch from
-    warning that it found none.
+    """Makes torch use the libdevice that comes with Triton. Then compiled blocks round the same way on nodes
+    with and without a CUDA toolkit, and torch doesn't warn that it found no toolkit.
     """
     if triton := importlib.util.find_spec("triton"):
         path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"

@@ -8,15 +8,16 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor, in the same memory; any other tensor unchanged."""
+    """This process's shard of a DTensor (a view of it); any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
 class EMA:
-    """An exponential moving average of the parameters, for evaluation, sampling and export. The decay grows
-    with the number of updates, unless it is `constant`, so that the average soon leaves the first, untrained
-    weights.
+    """An exponential moving average of the parameters, for evaluation, sampling and export.
+
+    After n updates the decay is min(decay, (1 + n) / (10 + n)), so that the untrained weights soon fade from
+    the average. With `constant` it is `decay` from the start.
     """
 
     model: nn.Module
@@ -29,9 +30,7 @@ class EMA:
         self.average = {name: p.detach().clone() for name, p in self.params.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds, as groups of tensors by the names of the parameters. An average of one's
-        own may have a group `kept`, too.
-        """
+        """Groups of tensors for a checkpoint, by parameter name. Your own average may add a group `kept`."""
         return {"ema": self.average}
 
     @torch.no_grad()
@@ -43,8 +42,8 @@ class EMA:
 
     @torch.no_grad()
     def swap(self):
-        """Exchanges the average with the parameters; a second call restores both, bit for bit. What zero2 and
-        zero3 have gathered of them is stale then.
+        """Swaps the average and the parameters; a second call restores both, bit for bit. With zero2 and
+        zero3, call reshard afterwards: gathered parameters are stale.
         """
         for name, p in self.params.items():
             held = p.clone()

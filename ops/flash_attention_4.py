@@ -1,6 +1,7 @@
-"""FlashAttention 4, where the package flash-attn-4 is installed, in the place of torch's flash attention, by
-torch's own switch. Not with --fast, where torch takes cuDNN's: that is as fast, but its backward pass cannot
-add up in a fixed order.
+"""FlashAttention 4 instead of torch's flash attention, if the package flash-attn-4 is installed.
+
+torch itself has the switch for this. `--fast` doesn't need it: there torch uses cuDNN's attention, which is
+as fast, but its backward pass can't add up in a fixed order.
 """
 
 from importlib.metadata import distributions
@@ -10,13 +11,14 @@ from torch.nn import attention
 
 from cli.errors import first_line
 
-NOT_HERE = "only some processes have it"  # said if that is so
+NOT_HERE = "only some processes have it"  # shown only if other processes do have it
 
 
 def take(model, run, all_gather, at_end) -> bool:
-    """Takes it if all ranks can, and returns whether they do. A resumed run takes it only if it did before.
-    Every rank calls this, for the model in training. `all_gather` is that of ddp_utils; the ExitStack
-    `at_end` gives torch its own kernels back.
+    """Turns FlashAttention 4 on if all ranks can use it. Returns whether it is on.
+
+    All ranks call this for the model in training. A resumed run uses it only if it did before. `all_gather`
+    is the function in ddp_utils. The ExitStack `at_end` switches back to torch's own kernels.
     """
     problems = {*all_gather(activate(model, run))}
     taken = problems == {""}
@@ -31,8 +33,9 @@ def take(model, run, all_gather, at_end) -> bool:
 
 
 def activate(model, run) -> str:
-    """Returns "" if this process has it now and it is right, NOT_HERE if it is not installed or not for this
-    run, else what is wrong with it; then it may be active all the same.
+    """Turns FlashAttention 4 on in this process and checks its results. Returns "" if they are right,
+    NOT_HERE if it isn't installed or this run can't use it, otherwise what is wrong. In the last case it may
+    still be on.
     """
     config = model.config
     if (run.world.device.type != "cuda" or model.compute_dtype == torch.float32
@@ -41,11 +44,11 @@ def activate(model, run) -> str:
             or run.saved and not run.saved["settings"].get("flash_attention_4")):
         return NOT_HERE
     try:
-        # (q k v, B, T, H, D): many, since another order of sums changes one of some ten thousand numbers
+        # (q k v, B, T, H, D): large, because another order of sums changes about one number in ten thousand
         qkv = torch.randn(3, 8, 1024, 8, config.head_dim, dtype=model.compute_dtype, device="cuda",
                           requires_grad=True)
 
-        def both_passes() -> torch.Tensor:  # the gradients, which differ where y differs, too
+        def both_passes() -> torch.Tensor:  # gradients; they also differ where only y differs
             y = torch._scaled_dot_product_flash_attention(*qkv.transpose(2, 3), is_causal=True)[0]
             return torch.autograd.grad(y, qkv, y)[0]
 
@@ -53,7 +56,7 @@ def activate(model, run) -> str:
         attention.activate_flash_attention_impl("FA4")
         gradients = both_passes()
         if not gradients.dist(right) <= 0.02 * right.norm():  # rounding to bfloat16 is 0.003
-            return "its numbers are not those of torch's kernel on this GPU"
-        return "" if torch.equal(gradients, both_passes()) else "its bits are not the same twice on this GPU"
-    except Exception as error:  # a broken package has many
+            return "its numbers differ from those of torch's kernel on this GPU"
+        return "" if torch.equal(gradients, both_passes()) else "its bits differ between calls on this GPU"
+    except Exception as error:  # a broken package can raise anything
         return first_line(error)
