@@ -6,13 +6,13 @@
     the record of a run Run, which cli/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: clips gradients, steps the optimizer, yields the tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them, find_checkpoint of cli/run.py chooses one;
-                        RunLock keeps a directory to one run
+    checkpoints         Checkpoints writes and restores them, find_checkpoint in cli/run.py chooses one;
+                        RunLock keeps other runs out of the directory
     around a step       start_run, due_after, StopVote (Ctrl-C, signals), Metrics, evaluate, sample, end_run
 
-Which rank gets which samples is in data.py: Loader and plan_batch.
+Loader and plan_batch in data.py decide which rank gets which samples.
 
-The trainers call them in this order: see main() of train_gpt2.py. One rule holds everywhere: all ranks call
+The trainers call them in this order: see main() in train_gpt2.py. One rule holds everywhere: all ranks call
 the same collectives in the same order.
 """
 
@@ -104,9 +104,9 @@ from ops.flash_attention_4 import take
 from prepare.vocabulary import tokenizer_of_run, without_surrogates
 from weights.sampling import write_sample
 
-SYNC_EVERY = 200  # steps between comparisons of all ranks' parameters; each save also compares them
+SYNC_EVERY = 200  # steps between comparisons of the parameters across ranks; each save compares them, too
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
-# it warns against in-place operations in selectively checkpointed code; blocks have none
+# Silence its warning about in-place operations in selectively checkpointed code: our blocks have none.
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
@@ -115,17 +115,17 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def ending_of(error: BaseException) -> tuple[int, str, str]:
-    """For the error that ended main(): the exit code, the text for this process to print, and the reason for
-    the other ranks to print. Prints an unforeseen error itself, with its traceback, unless `explain` knows
+    """For the error that ended main(), returns the exit code, the text that this process prints, and the
+    reason that the other ranks print. Prints the traceback of an unforeseen error, unless `explain` knows
     its cause.
     """
     if isinstance(error, SystemExit):  # from --help
         return error.code or 0, "", ""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
-    if isinstance(error, BrokenPipeError):  # as after `--dry-run | head`, or before the first step of a run
-        late = dist.is_initialized()
-        return int(late), "error: standard output is closed." * late, "its standard output was closed."
+    if isinstance(error, BrokenPipeError):  # fine for `--dry-run | head`, a failure for a run
+        running = dist.is_initialized()
+        return int(running), "error: standard output is closed." * running, "its standard output was closed."
     if isinstance(error, UserError | RunError):
         return error.exit_code, f"error: {error}", str(error)
     if ending := explain(error, heartbeat, show_traceback):
@@ -139,19 +139,23 @@ def show_traceback(error: BaseException):
     get_error_handler().record_exception(error)  # for torchrun's own report
 
 
-launched = None  # the main() that `launch` runs, and after which it ends the process
+launched = None  # the main() that `launch` runs; the process ends after it
 
 
 def launch(main):
-    """Runs main() and ends the process. Exit codes: 0, 1 for a failure or RetryableError, 2 for any other
-    UserError or a missing compiler, 130 for Ctrl-C.
+    """Runs main() and ends the process with one of these exit codes:
 
-    Ends with os._exit, because torch's C++ threads can abort a process that Python is tearing down.
+        0      success
+        1      a failure, or a RetryableError
+        2      any other UserError, or a missing compiler
+        130    Ctrl-C
+
+    It calls os._exit, because torch's C++ threads can abort a process while Python tears it down.
     """
     global launched
     launched = main
     get_error_handler().initialize()
-    # the kernel sends it each second from the soft limit on: StopVote hears the next one
+    # After the soft CPU limit the kernel sends SIGXCPU every second, so StopVote will see a later one.
     signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
         with access():
@@ -161,16 +165,17 @@ def launch(main):
         code, text, reason = ending_of(error)
     at_end.exit_code = code
     unwritten = one_has_failed() and Checkpoints.unwritten
-    # when the first process fails, torchrun sends signals to the others; SIGXCPU, the last, ends nothing
+    # When one process fails, torchrun sends signals to the others. While a checkpoint is being written, they
+    # must not end this one. SIGXCPU, the last in the list, never does.
     for signum in STOP_SIGNALS[:-1]:
         signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
-        time.sleep(1.0 * (local_rank() > 0))  # meanwhile torchrun stops this process if local rank 0 failed
+        time.sleep(1.0 * (local_rank() > 0))  # if local rank 0 failed too, torchrun ends this process now
         print(text, file=sys.stderr, flush=True)
-    if heartbeat:  # before this process waits for files
+    if heartbeat:  # first, because at_end.close() may wait for a checkpoint
         heartbeat.stop(reason)
     at_end.close()
-    if code == 0:  # after a failure this can hang
+    if code == 0:  # this can hang after a failure
         leave_group(sys.excepthook)
     with suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
@@ -178,16 +183,18 @@ def launch(main):
 
 
 def cleanup_on_exit(main):
-    """Makes a main() that can be called again, as in a notebook. At its end all that it has begun is wound
-    up, and signals are handled as before; but where one of several processes has failed the process group
-    stays, because destroying it can hang, and so do the handlers of the signals that torchrun then sends.
+    """Lets a notebook call main() more than once. When main() ends, everything that it started ends, and the
+    previous signal handlers return.
+
+    If one of several processes has failed, the process group stays, because destroying it can hang. The
+    signal handlers stay, too, because torchrun then sends signals.
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
-        if launched is run:  # `launch` winds up
+        if launched is run:  # `launch` cleans up
             return main(argv)
         handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-        if not dist.is_initialized():  # by the caller, who then keeps the group
+        if not dist.is_initialized():  # a group that the caller has created stays
             at_end.callback(leave_group, sys.excepthook)
         at_end.exit_code = 0
         try:
@@ -205,22 +212,26 @@ def cleanup_on_exit(main):
 
 
 def one_has_failed() -> bool:
-    """Whether this is one of several processes, and ends with an error."""
+    """Whether this process ends with an error and there are others."""
     return at_end.exit_code > 0 and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def leave_group(excepthook):
-    """Undoes init_process_group, which has replaced that sys.excepthook, unless this can hang."""
+    """Destroys the process group, unless that can hang, and restores `excepthook`, which init_process_group
+    has replaced.
+    """
     if dist.is_initialized() and not one_has_failed():
         if heartbeat:
             heartbeat.stop("")
-        gc.collect()  # models and optimizers that main() left behind keep the process group alive
+        gc.collect()  # models and optimizers left over from main() keep the process group alive
         dist.destroy_process_group()
         sys.excepthook = excepthook
 
 
 def leave_at_once(number, frame):
-    """Ends the process on Ctrl-C while it compiles or counts FLOPs, where torch can lose an exception."""
+    """The handler of Ctrl-C while torch compiles or counts FLOPs. It ends the process, because torch can lose
+    an exception there.
+    """
     if local_rank() == 0:
         os.write(2, b"\nstopped\n")
     os._exit(130)
@@ -255,14 +266,14 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
          fast: bool | None = False) -> World:
     """Joins the process group that torchrun describes, or creates one with a single process.
 
-    `timeout`, in seconds, bounds every collective. `fast` gives up sums that are the same in each start.
-    compare(device, backend) can look for differences between ranks that would make the process group hang.
-    Raises UserError on all ranks if one lacks the device.
+    A collective fails after `timeout` seconds. With `fast`, sums may round differently after a new start.
+    compare(device, backend) runs before the ranks connect; use it to find differences that would make the
+    process group hang. Raises UserError on all ranks if one of them lacks the device.
     """
     global heartbeat
     env = os.environ
     by_torchrun = {"RANK", "WORLD_SIZE"} & env.keys()
-    if "GLOO_SOCKET_IFNAME" not in env:  # what a notebook starts next may want another network card
+    if "GLOO_SOCKET_IFNAME" not in env:  # the next run in a notebook may need another network card
         at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
     rank, world_size, store = 0, 1, dist.HashStore()
     if by_torchrun:
@@ -283,19 +294,19 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     else:
         keep_freed_memory()
         if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
-            # torchrun's default, OMP_NUM_THREADS=1, leaves most cores idle
+            # torchrun's default of OMP_NUM_THREADS=1 leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
     if not by_torchrun:  # gloo opens a port even for one process; keep it local
         env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # By default (3; torchrun sets 1) NCCL aborts the process when a collective times out, before Python can
-    # say why. With 2 it aborts only the communicator. The collective then returns garbage, and the next one
-    # raises. There is always a next one before a checkpoint is written.
+    # By default (3; torchrun sets 1) a collective that times out aborts the process before Python can say
+    # why. With 2 it aborts only the communicator: the collective returns garbage, and the next one raises.
+    # There is always a next one before a checkpoint is written.
     env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    # NVSwitches may add up in another order after a new start (issues 1497 and 2360 of NCCL), so a resumed
-    # run on eight GPUs would differ from an uninterrupted one. NCCL keeps the first value that a process has.
+    # After a new start NVSwitches may add up in another order (NCCL issues 1497 and 2360), so a resumed run
+    # on eight GPUs would differ from an uninterrupted one. NCCL reads this variable once per process.
     if not fast:
         env.setdefault("NCCL_NVLS_ENABLE", "0")
-    # in ms; before aborting, NCCL's watchdog waits four times this long for reports that nobody asked for
+    # In ms. Before it aborts, NCCL's watchdog waits four times this long for debug reports that we don't use.
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     connect(backend, lambda: dist.init_process_group(
         backend, store=dist.PrefixStore("process group", store), rank=rank, world_size=world_size,
@@ -305,15 +316,15 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
 
 
 def connect(backend: str, function):
-    """Calls function(), in which the ranks first reach each other. RunError if that fails on this rank, or as
-    soon as it has failed on another.
+    """Returns function(), which connects the ranks for the first time. Raises RunError if that fails, on this
+    rank or another.
     """
     try:
-        if backend == "gloo" and heartbeat:  # NCCL needs the thread that has chosen the GPU
+        if backend == "gloo" and heartbeat:  # NCCL has to stay in the thread that has chosen the GPU
             return heartbeat.watch(function)
         return function()
     except RuntimeError as error:
-        if heartbeat and heartbeat.ask():  # a rank was lost, see cluster/diagnosis.py
+        if heartbeat and heartbeat.ask():  # a rank was lost: ending_of will say which
             raise
         way = WHEN_CUT_OFF["alone" if backend == "gloo" and not heartbeat else backend]
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {way}") from None
