@@ -335,7 +335,7 @@ def connect(backend: str, function):
 
 
 def choose_device(backend: str, device: str, local_world_size: int) -> tuple[torch.device, str]:
-    """This process's device and the backend. UserError if the machine lacks either."""
+    """Returns this process's device and the backend. Raises UserError if the machine lacks either."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError(f"no GPU is visible on {HOST}: leave --device out, or use --device cpu.")
@@ -344,32 +344,32 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
         if local_world_size > gpus:
             raise UserError(f"{local_world_size} processes on {HOST} with {gpus} GPUs: start torchrun with "
                             f"--nproc_per_node={gpus}, or use --device cpu.")
-        chosen = torch.device("cuda", local_rank())  # of this node, each of which numbers its own GPUs
+        chosen = torch.device("cuda", local_rank())  # each node numbers its GPUs from 0
         try:  # the first use of a GPU
             major, minor = torch.cuda.get_device_capability(chosen)
-        except Exception as error:  # torch has several for a driver
+        except Exception as error:  # torch raises several types for a driver
             raise UserError(
                 f"torch cannot use the GPU of {HOST} ({first_line(error)}): update its driver to 580 or "
-                "newer and reboot, under WSL2 `wsl --update` in Windows; or, for a driver from 525 to 579 "
-                "and a GPU up to RTX 40, `pip uninstall torch` and then `pip install torch==2.13.0 "
+                "newer and reboot (under WSL2 run `wsl --update` in Windows); to keep a driver from 525 to "
+                "579 with a GPU up to RTX 40, run `pip uninstall torch` and then `pip install torch==2.13.0 "
                 "--index-url https://download.pytorch.org/whl/cu126` (docs/clusters.md has a table of "
                 "drivers); or use --device cpu.") from None
         built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))
         if built_for and 10 * major + minor < min(map(int, built_for)):
             raise UserError(f"{torch.cuda.get_device_name(chosen)} on {HOST} is too old for this build "
-                            "of torch: install the one that the table of drivers in docs/clusters.md names, "
-                            "or use --device cpu.")
+                            "of torch: install the build in the table of drivers in docs/clusters.md, or use "
+                            "--device cpu.")
     has_nccl = chosen.type == "cuda" and dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
         raise UserError("--backend nccl needs GPUs and a torch with NCCL: use --backend auto.")
-    if backend == "auto":  # chosen before init: a failed one leaves keys in the store that break the next
+    if backend == "auto":  # don't just try nccl first: if it failed, its keys in the store would break gloo
         backend = "nccl" if has_nccl else "gloo"
     return chosen, backend
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled, with --compile, --no-compile or neither."""
-    if choice is None:  # Triton and CUDA 13 need it
+    """Whether blocks are compiled: `choice` if given (--compile, --no-compile), otherwise on newer GPUs."""
+    if choice is None:  # Triton and CUDA 13 need compute capability 7.5
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
     return choice
 
@@ -378,33 +378,35 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
 # Agreement
 
 
-heartbeat = None  # a Heartbeat of cluster/heartbeat.py, if there are several processes
+heartbeat = None  # a Heartbeat (cluster/heartbeat.py) if there are several processes
 
 
 def run_and_wait(function, *args):
-    """Runs function(*args) on every rank, however long it takes, and waits for all. If it raises on one rank,
-    run_and_wait raises a UserError with the same exit code on the others, so that none waits for the failed
-    rank.
+    """Returns function(*args) on every rank, however long it takes, once it has ended on all of them. If it
+    raises on one rank, the others raise a UserError with the same exit code, so no rank waits for the failed
+    one.
     """
     return heartbeat.run_and_wait(function, *args) if heartbeat else function(*args)
 
 
 def on_rank0(function, *args):
-    """Returns function(*args) of rank 0 on all ranks. Its error there is a UserError on the others."""
+    """Runs function(*args) on rank 0 only, and returns the result on all ranks. If it raises there, the
+    others raise a UserError.
+    """
     answer = [run_and_wait(lambda: function(*args) if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
 
 def all_gather(value) -> list:
-    """The values of all ranks, small and plain, on each."""
+    """Returns the value of each rank, on all ranks. The values get pickled, so keep them small and plain."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def reduce_sum(values: list, world: World) -> list[float]:
-    """Sums a few numbers, floats or scalar tensors, over all ranks in one float64 all-reduce."""
+    """Sums each of a few numbers (floats or scalar tensors) over all ranks, in one float64 all-reduce."""
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
     dist.all_reduce(packed)
     return packed.tolist()
@@ -412,9 +414,10 @@ def reduce_sum(values: list, world: World) -> list[float]:
 
 def async_sum(value: float, world: World):
     """Starts summing a number over all ranks. Returns a function that waits for the sum and returns it as a
-    float64 scalar on the device. On a GPU the host does not wait.
+    float64 scalar on the device. On a GPU only the device waits, not the host.
     """
-    total = torch.full((), value, dtype=torch.float64, device=world.device)  # a copy would wait for the GPU
+    # torch.tensor would copy the value to the GPU, and wait for it
+    total = torch.full((), value, dtype=torch.float64, device=world.device)
     under_way = dist.all_reduce(total, async_op=True)
 
     def wait() -> Tensor:
@@ -425,53 +428,54 @@ def async_sum(value: float, world: World):
 
 
 def find_mismatch(values: list) -> tuple[int, int] | None:
-    """(index, odd rank) of the first of these plain values that differs between ranks, or None."""
+    """Compares each of these plain values across ranks. Returns the index of the first one that differs, and
+    the first rank whose value isn't the most common one; None if all are equal.
+    """
     for index, of_ranks in enumerate(zip(*all_gather(values))):
         if len(set(of_ranks)) > 1:
-            usual = statistics.mode(of_ranks)  # the first of the most frequent
+            usual = statistics.mode(of_ranks)  # in a tie, the value of the lower rank
             return index, next(rank for rank, value in enumerate(of_ranks) if value != usual)
     return None
 
 
 def assert_same(what: str, text: str, way_out: str):
-    """Raises UserError naming the first rank whose text differs from the other ranks'."""
+    """Raises UserError if `text` isn't the same on all ranks, and names the first rank that differs."""
     if odd := find_mismatch([text]):
         raise UserError(f"{what} on rank {odd[1]} differs from the other ranks: {way_out}.")
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, summed as integers to an int64 scalar. One flipped bit changes the sum."""
+    """Sums the bits of a tensor, read as integers, to an int64 scalar. One flipped bit changes the sum."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(integers)
-    if bits.device.type == "cpu":  # torch takes ten times as long as numpy, on all cores
+    if bits.device.type == "cpu":  # numpy is ten times faster than torch, even if torch uses all cores
         return torch.tensor(bits.numpy().sum(dtype=np.int64))
     return bits.sum(dtype=torch.int64)
 
 
 def assert_in_sync(model: nn.Module, begun: bool = True):
-    """Compares unsharded parameters and saved buffers across ranks, bit for bit. RunError if they differ.
-    Until training has `begun` they do so because of what a trainer did to the model.
+    """Compares unsharded parameters and persistent buffers across ranks, bit for bit. Raises RunError if they
+    differ. `begun` says whether training has begun; before that, only the trainer can have changed them.
     """
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
-    names = sorted(tensors, key=lambda name: name in buffers)  # last, see below
+    names = sorted(tensors, key=lambda name: name in buffers)  # parameters first
     if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]).tolist())):
         name = names[odd[0]]
-        cause = ("check the memory and the libraries of that node (processors of unlike types round "
-                 "differently: there --optimizer muon needs --strategy zero1); the last checkpoint was in "
-                 "sync.")
-        if name in buffers:  # and all parameters are alike
-            cause = ("forward updates this buffer from the data of its own rank: let it sum over all ranks "
-                     "what it adds, with torch.distributed.all_reduce.")
+        cause = ("check the memory and the libraries of that node (different processors round differently: "
+                 "with --optimizer muon they need --strategy zero1); the last checkpoint was in sync.")
+        if name in buffers:  # all parameters are the same, so this buffer was the first to differ
+            cause = ("forward updates this buffer from the data of its own rank: sum the update over all "
+                     "ranks with torch.distributed.all_reduce.")
         if not begun:
-            cause = ("this is before the first step, so what was drawn or changed after new_model is not "
-                     "alike: draw it with torch's own generator, which new_model leaves in the same state on "
-                     "all ranks, or with ddp_utils.generator.")
+            cause = ("this is before the first step, so the trainer changed it after new_model, and not in "
+                     "the same way on all ranks: draw random numbers with torch's own generator, which "
+                     "new_model leaves in the same state on all ranks, or with ddp_utils.generator.")
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
 
 
 def say_on_other_nodes(world: World, text: str):
-    """Prints on the first process of a node without rank 0, which would otherwise print nothing."""
+    """Prints `text` on the first process of each node except rank 0's. Those nodes print nothing else."""
     if world.local_rank == 0 and not world.is_rank0:
         say(f"{world.prefix} {text}")
 
@@ -482,34 +486,34 @@ def say_on_other_nodes(world: World, text: str):
 
 @dataclass
 class Run:
-    """A run that begins, is resumed or is used. find_run of cli/run.py makes it; load_data and open_run add
-    to it. A trainer may set `metric` and `change_data`.
+    """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in cli/run.py creates
+    it; load_data and open_run complete it. A trainer may set `metric` and `change_data`.
     """
 
     model_class: type
     world: World
-    trainer: Path  # its file
-    command: str  # that started it
-    constants: dict  # of the trainer, by name
-    args: Namespace  # all flags, and the batches of settle
-    row: dict  # of the size
-    given: dict  # the flags of the command and, if the run has no checkpoint yet, of its commands before
+    trainer: Path  # the file of the trainer
+    command: str  # the command that started it
+    constants: dict  # the trainer's constants, by name
+    args: Namespace  # all flags, and the batch sizes from `settle`
+    row: dict  # the row of SIZES for --size
+    given: dict  # flags in this command and, until there is a checkpoint, in the run's earlier commands
     out: Path
-    saved: dict | None  # the checkpoint to resume from or to use
-    began: str  # what a run and its branches are known by
-    metric: Callable | None = None  # what a trainer measures beside the loss, see evaluate
-    change_data: Callable | None = None  # what a trainer changes in its Dataset, see load_data
-    flops_factor: float = 1.0  # FLOPs of a step, in those of one training pass of the model
-    dataset: Dataset | None = None  # from load_data on
-    steps: int = 0  # from here on: from open_run on
-    global_batch: int = 0  # sequences in a step, over all processes
-    batch: int = 0  # sequences in a micro-batch
-    grad_accum: int = 0  # micro-batches in a step
+    saved: dict | None  # the checkpoint to resume or use
+    began: str  # when it began, and a random number: an id that branches of the run share
+    metric: Callable | None = None  # computes other numbers than the loss, see evaluate
+    change_data: Callable | None = None  # changes the Dataset, see load_data
+    flops_factor: float = 1.0  # FLOPs of a step / FLOPs of a training pass of the model alone
+    dataset: Dataset | None = None  # load_data sets it
+    steps: int = 0  # open_run sets this and the following ones
+    global_batch: int = 0  # sequences per step, over all processes
+    batch: int = 0  # sequences per micro-batch
+    grad_accum: int = 0  # micro-batches per step, on each process
     checkpoints: "Checkpoints | None" = None
     text: monitor.TrainLog | None = None  # train.log and the screen
 
     def say(self, text: str):
-        """Prints a text and appends it to train.log, on rank 0."""
+        """Prints `text` and appends it to train.log, on rank 0."""
         self.text.say(text)
 
 
@@ -519,13 +523,15 @@ class Run:
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp",
                 comm: str = "fp32") -> nn.Module:
-    """Builds a model on this process's device, sharded if `strategy` says so, with uninitialized parameters.
-    Parameters are created without memory, so that only rank 0, which has the weights, ever holds all of them
-    in host memory. Buffers keep their initial values. Raises UserError if a model cannot be built this way.
+    """Builds a model on this process's device, sharded if `strategy` says so. Parameters are uninitialized;
+    buffers keep their initial values. Raises UserError if the model can't be built this way.
 
-    With `comm` bf16, shards of blocks are gathered in bfloat16, to which their layers would cast them anyway,
-    and their gradients are summed in it, over the uses of a weight and over ranks. What is outside of blocks
-    is used in float32, too, and sent so.
+    Parameters are created on the meta device, without memory. So only rank 0, which has the weights, ever
+    holds all of them in host memory.
+
+    With `comm` bf16, the shards of blocks are gathered in bfloat16; their layers would cast them to it
+    anyway. Their gradients are summed in bfloat16, over the uses of a weight and over ranks. Parameters
+    outside of blocks are also used in float32, so they are sent in float32.
     """
     def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
         return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
@@ -536,14 +542,14 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
     names = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if (first := names.setdefault(p, name)) != name:
-            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, which would "
-                            "become two: register it once, and use it twice in forward.")
+            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, and training "
+                            "would make two of it: register it once, and use it twice in forward.")
     buffers = {(module, name): buffer for module in model.modules()
                for name, buffer in module.named_buffers(recurse=False)}
     offload = strategy == "zero3-offload"
     if strategy in SHARDED:
         options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
-                   "reshard_after_forward": strategy != "zero2"}  # zero2 keeps gathered parameters
+                   "reshard_after_forward": strategy != "zero2"}  # zero2 keeps parameters gathered
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         sent = {}
@@ -552,7 +558,7 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
         for block in blocks_of(model):
             fully_shard(block, **options, **sent)
         fully_shard(model, **options)
-        if strategy == "zero2":  # HRM calls blocks repeatedly; reshard reshards once a step
+        if strategy == "zero2":  # HRM calls its blocks several times; reshard() frees them once a step
             model.set_reshard_after_backward(False)
         if hasattr(model, "decode"):
             register_fsdp_forward_method(model, "decode")
@@ -560,14 +566,14 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
     for (module, name), buffer in buffers.items():
         if buffer.is_meta:
             raise UserError(f"the buffer {name} of {type(module).__name__.removeprefix('FSDP')} is made from "
-                            "a parameter, which has no values yet when the model is built: make it in "
+                            "a parameter, which has no values while the model is being built: compute it in "
                             "forward.")
         setattr(module, name, buffer.to(world.device))
     return model
 
 
 def reshard(model: nn.Module):
-    """Frees all-gathered parameters of zero2 and zero3, which would be stale after an update."""
+    """Frees the parameters that zero2 and zero3 have gathered. After an update they are stale."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -575,7 +581,7 @@ def reshard(model: nn.Module):
 
 @torch.no_grad()
 def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
-    """Copies `source`, an unsharded tensor on rank 0, into `tensor`, sharded or not, on all ranks."""
+    """Copies `source`, which rank 0 has unsharded, into `tensor` on all ranks, sharded or not."""
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.is_rank0:
         full.copy_(source)
@@ -586,7 +592,9 @@ def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
 
 
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
-    """Returns the tensor of rank `source` on rank `target`, which passes one of its shape; None elsewhere."""
+    """Sends `tensor` from rank `source` to rank `target`. Returns it on `target`, and None elsewhere. On
+    `target`, pass any tensor of the same shape and dtype.
+    """
     device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
     if world.rank == source != target:
         dist.send(tensor.to(device), target)
@@ -597,13 +605,13 @@ def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor |
 
 
 def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
-    """Copies unsharded tensors, given by name on rank 0, into the model on all ranks."""
+    """Copies `weights` into the model on all ranks. Rank 0 has them, unsharded and by name."""
     for name, tensor in model.state_dict().items():
         copy_from_rank0(tensor, weights.get(name), world)
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):
-    """Raises UserError, on all ranks, if the parameters in a checkpoint have other names than the model's."""
+    """Raises UserError on all ranks if the checkpoint and the model don't have the same parameter names."""
     if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
         raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
                         f"{min(odd)}): use {code_trained_with(saved['path'])}, or train again in "
@@ -611,8 +619,8 @@ def assert_same_parameters(model: nn.Module, saved: dict):
 
 
 def config_of(config_class: type, saved: dict, where):
-    """The configuration in the checkpoint `where`, with defaults for fields that it lacks. Raises UserError
-    for a field that is gone.
+    """Makes a config_class from the fields `saved` in the checkpoint `where`. Fields that it lacks get their
+    defaults. Raises UserError for fields that the class no longer has.
     """
     known = {field.name for field in fields(config_class)}
     config = config_class(**{name: value for name, value in saved.items() if name in known})
@@ -623,7 +631,7 @@ def config_of(config_class: type, saved: dict, where):
 
 
 def code_trained_with(checkpoint) -> str:
-    """The code that trained the run of a checkpoint, by the commit of its last start if that is recorded."""
+    """Names the code that trained a checkpoint, with the commit of the run's last start if it is recorded."""
     with suppress(TypeError, KeyError, IndexError):
         if commit := monitor.read_config(Path(checkpoint).parents[1])["commits"][-1]:
             return f"the code that trained it (commit {commit})"
@@ -638,8 +646,8 @@ def assert_family(saved: dict, model_class: type):
 
 
 def set_modes(model: nn.Module, run: Run) -> dict:
-    """Applies --precision, --checkpoint-activations, --compile and --fast to the model in training. Returns
-    what became of them, for metadata.
+    """Applies --precision, --checkpoint-activations, --compile and --fast to the model to train. Returns for
+    metadata what it chose: the precision, and whether attention is FlashAttention 4.
     """
     if compiles(run.args.compile, run.world.device):
         run.say("compiling: the first step takes minutes")
@@ -649,24 +657,24 @@ def set_modes(model: nn.Module, run: Run) -> dict:
 
 
 def apply_modes(model: nn.Module, args: Namespace, world: World):
-    """Applies the flags of set_modes to any model."""
+    """Applies the same flags to any model, such as one that is only evaluated."""
     if world.device.type == "cuda":
-        # By default attention's backward pass on a GPU sums gradients in no fixed order, so a resumed run
-        # would differ from an uninterrupted one. warn_only is not enough: with it torch still takes such
-        # attention kernels. With this setting Inductor has one shape for each kernel that sums. It still
-        # tries shapes of elementwise kernels, which changes no bits.
+        # By default, attention's backward pass on a GPU adds up gradients in no fixed order, so a resumed run
+        # would differ from an uninterrupted one. warn_only isn't enough, because torch would still pick such
+        # kernels. The setting also fixes the block sizes of Inductor's kernels that add up. Inductor still
+        # tunes elementwise kernels, which changes no bits.
         if not args.fast:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(not args.fast)  # which an earlier run of this process may have set
-        torch.utils.deterministic.fill_uninitialized_memory = False  # saves a fill of each torch.empty
+        torch.use_deterministic_algorithms(not args.fast)  # an earlier run in this process may have set it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # filling each torch.empty takes time
     compiling = {}
     torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
-    # beyond it a block would run uncompiled, with other bits
+    # above this limit a block would run uncompiled, with other bits
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if compiles(args.compile, world.device):
-        # rounds where eager code does, so that recomputing gives the same bits
+        # round where eager code does, so that recomputing gives the same bits
         compiling["options"] = {"emulate_precision_casts": not args.fast,
-                                # said again for the thread of the backward pass, which may compile, too
+                                # again, because the thread of the backward pass may compile, too
                                 "deterministic": torch.are_deterministic_algorithms_enabled()}
     use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
                **compiling)
