@@ -685,12 +685,12 @@ def apply_modes(model: nn.Module, args: Namespace, world: World):
 
 
 def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """Wraps the model in DistributedDataParallel, unless there is one process, the model is sharded or `comm`
-    is late. Parameters must agree before the first step.
+    """Wraps the model in DistributedDataParallel. Returns it unwrapped if there is one process, if it is
+    sharded, or if `comm` is late. Parameters must be the same on all ranks before the first step.
     """
     if world.world_size == 1 or comm == "late" or isinstance(model, FSDPModule):
         return model
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 knows no other name
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has only this name
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
                                       init_sync=False)
     if comm == "bf16":  # a lambda, because DDP refuses this hook by name without NCCL
@@ -699,72 +699,77 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
 
 
 def assert_all_train(model: nn.Module, optimizers: list):
-    """Raises UserError unless each parameter that is not frozen is in exactly one optimizer, and in a shard
-    if others are, and unless the optimizers have only these and can step without a closure.
+    """Raises UserError unless each parameter that trains is in exactly one optimizer, and is sharded if the
+    model is. The optimizers must have no other parameters, no state outside of their own, and a step that
+    needs no closure.
     """
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure and closure.default is closure.empty:
-            raise UserError(f"{type(optimizer).__name__} evaluates the loss again in its step, and a trainer "
-                            "has one loss for each step: use an optimizer whose step needs no closure.")
+            raise UserError(f"{type(optimizer).__name__} computes the loss again in its step, but a trainer "
+                            "computes it once: use an optimizer with a step that needs no closure.")
         if inside := [type(value).__name__ for value in torch.utils._pytree.tree_leaves(vars(optimizer))
                       if isinstance(value, Optimizer) and value.state is not optimizer.state]:
             raise UserError(f"no checkpoint would hold the state of {listed(inside)}, which "
-                            f"{type(optimizer).__name__} wraps: use one that has it in its own state[p].")
+                            f"{type(optimizer).__name__} wraps: use an optimizer that keeps all of its state "
+                            "in its own state[p].")
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole and isinstance(model, FSDPModule):
-        raise UserError(f"{listed(whole)} came into the model after new_model, so it is in no shard and its "
-                        "gradient would never be averaged: let the model's constructor make it, or use "
+        raise UserError(f"{listed(whole)} came into the model after new_model, so it is not sharded and its "
+                        "gradient would never be averaged: create it in the model's constructor, or use "
                         "--strategy ddp or zero1.")
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
     if foreign := [list(p.shape) for p in count.keys() - {*model.parameters()}]:
         raise UserError(f"the optimizers have parameters that are not the model's ({len(foreign)}, one of "
                         f"shape {max(foreign)}), so no checkpoint would hold them, and each process would "
-                        "train its own: let the model's constructor make them, see docs/changing.md.")
+                        "train its own: create them in the model's constructor, see docs/changing.md.")
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
            if p.requires_grad and count[p] != 1]
     if odd:
-        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: name one "
-                        "that is in 2 only once. One in 0 would never train, so freeze it with "
-                        "requires_grad_(False) if you mean that.")
+        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: if it is in 2, take "
+                        "it out of one; if it is in 0, add it, or freeze it with requires_grad_(False).")
 
 
 def foreign_parameters(model, say):
-    """A hook after each step of any optimizer: whether it has parameters that are not the model's."""
+    """Returns a hook for the end of each optimizer's step. It warns if the optimizer has parameters that are
+    not the model's.
+    """
     ours = {*model.parameters()}
     say_once = functools.cache(say)
 
     def hook(optimizer, args, kwargs):
         foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
-        if foreign:  # where parameters are gathered from shards, the model has others than at the start
+        if foreign:  # while shards are gathered, the model has other parameters than at the start
             foreign -= {*model.parameters()}
         if foreign:
             say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
                      f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
-                     "holds them, and each process trains its own. To keep them, let the model's constructor "
-                     "make them, see docs/changing.md")
+                     "holds them, and each process trains its own. To keep them, create them in the model's "
+                     "constructor, see docs/changing.md")
 
     return hook
 
 
 def clip_grad_norm(parameters, max_norm: float) -> Tensor:
-    """Scales gradients down to a total norm of max_norm (0: no limit). Returns the norm before that."""
+    """Scales gradients down to a total norm of at most max_norm (0: no limit). Returns the norm before that,
+    a scalar, which is the same on all ranks.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]  # frozen parameters have none
-    here = [local_shard(g) for g in gradients]
-    norm = nn.utils.get_total_norm(here)
+    shards = [local_shard(g) for g in gradients]
+    norm = nn.utils.get_total_norm(shards)
     if isinstance(gradients[0], DTensor):
         squared = norm.to(gradients[0].device_mesh.device_type) ** 2
         dist.all_reduce(squared)
         norm = squared.sqrt()
     if max_norm > 0:
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(here, clip.to(here[0].device))
+        torch._foreach_mul_(shards, clip.to(shards[0].device))
     return norm
 
 
 class HostCopy:
-    """A copy of a scalar on its way from the device to the host. float() waits until it is there, and not for
-    what the device does later.
+    """Copies a scalar from the device to the host in the background. float() waits for the copy, but not for
+    later work of the device.
     """
 
     def __init__(self, scalar: Tensor):
@@ -778,11 +783,11 @@ class HostCopy:
 
 
 class Norm(Tensor):
-    """A scalar on the device that prints as a number, for which the host then waits. What is computed from it
-    is a tensor like any other.
+    """A scalar on the device that prints like a number. Only printing makes the host wait for it. What you
+    compute from it is a plain tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as nn.Parameter has it
+    __torch_function__ = torch._C._disabled_torch_function_impl  # as in nn.Parameter
 
     def __format__(self, spec: str = "", **_) -> str:
         return format(self.item(), spec)
@@ -795,44 +800,46 @@ def count_hooks(optimizer) -> int:
 
 
 def skips_on_device(optimizer, whole) -> bool:
-    """Whether the device can skip an update of `optimizer`, as torch's fused kernels do if `found_inf` is 1.
-    With zero1, `whole` has the parameters of all ranks, so that they agree. What wraps or extends these
-    classes may do more in a step. SGD would keep a first momentum without values.
+    """Whether the device can skip an update of `optimizer`: torch's fused kernels do if `found_inf` is 1.
+
+    With zero1, `whole` has the parameters of all ranks, so that all ranks give the same answer. Subclasses
+    and wrappers don't count, because they may do more in a step. SGD doesn't either: if it skipped the first
+    update, its momentum would have no values.
     """
     return type(optimizer) in (AdamW, Adam, Adagrad) and not count_hooks(whole) and all(
         group["fused"] and p.is_cuda for group in whole.param_groups for p in group["params"])
 
 
 class TrainState:
-    """A model in training: `model`, `wrapped` (in DDP), optimizers, loss scaler, averaged weights.
+    """A model in training: `model`, `wrapped` (the model in DDP), optimizers, loss scaler, averaged weights.
     `state_dict` yields the tensors of a checkpoint; saving and `load_state_dict` both iterate over them.
     """
 
-    MAX_SKIPPED = 10  # updates in a row
+    MAX_SKIPPED = 10  # skipped updates in a row after which the run ends
 
     def __init__(self, model: nn.Module, optimizers: list, run: Run):
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
         self.model = model
         self._trained = {p: p.requires_grad for p in model.parameters()}
-        self._views = {}  # of DDP's buckets, by parameter
-        self.begun_with = self.numbers()  # and again in warm_up
+        self._views = {}  # by parameter: its view of DDP's bucket
+        self.begun_with = self.numbers()  # warm_up updates it
         self.world = world
         self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
-        if self.zero1:  # each process updates some of the parameters and sends those in one buffer
+        if self.zero1:  # each process updates its part of the parameters and sends it in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
             self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
                                                        parameters_as_bucket_view=True)
                                for o in optimizers]
             for old, new in zip(optimizers, self.optimizers):
                 if count_hooks(old) > count_hooks(new.optim):  # its constructor may register some itself
-                    raise UserError("zero1 makes the optimizers again: register hooks on state.optimizers, "
-                                    "after TrainState.")
-            with suppress(TypeError):  # in the trainer's list, too, which may register hooks later
+                    raise UserError("--strategy zero1 creates the optimizers again, without these hooks: "
+                                    "register them on state.optimizers, after TrainState.")
+            with suppress(TypeError):  # the trainer may register hooks later, so its list gets the new ones
                 optimizers[:] = self.optimizers
-        # those that hold the state, with zero1 of a part of the parameters
+        # the optimizers that hold the state; with zero1, only the state of this process's parameters
         self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
         self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"
         for i, (inner, optimizer) in enumerate(zip(self.inner, self.optimizers)):
@@ -847,15 +854,17 @@ class TrainState:
         self.late = None
         if args.comm == "late":
             self.late = Late(model, self.inner, run)
-        self.skipped = 0  # updates in a row whose gradient was not finite
-        self._checked = False  # whether checkpoints can hold the optimizers' state
+        self.skipped = 0  # updates in a row that were skipped, because the gradient was not finite
+        self._checked = False  # whether it is known that checkpoints can hold the optimizers' state
         self._updated = True
-        self._norm = None  # of the last step, until the host has read it
+        self._norm = None  # the gradient norm of the last step, until the host has read it
 
     def no_sync(self, accumulating: bool):
-        """A context in which DDP keeps gradients local, for all micro-batches of a step but the last. A
-        gradient that is None becomes the view of DDP's bucket, as zeros: otherwise a backward pass without
-        communication would hold it a second time.
+        """A context for one micro-batch. If `accumulating`, which is the case for all micro-batches of a step
+        except the last, DDP keeps gradients local.
+
+        Gradients that are None become zeros in DDP's buckets. Otherwise a backward pass without communication
+        would allocate them a second time.
         """
         if empty := {p: view for p, view in self._views.items() if p.grad is None}:
             torch._foreach_zero_(list(empty.values()))
@@ -865,20 +874,21 @@ class TrainState:
         return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
 
     def warm_up(self, example: dict, after_ramp: dict | None = None):
-        """Throw-away backward passes: one of model(**example), then two of what the steps have after a ramp,
-        model(**after_ramp), if they have one.
+        """Runs three backward passes and throws their gradients away. The first is of model(**example). The
+        other two are of model(**after_ramp), if the steps compute something else after a ramp.
 
-        The first, without communication, checks that every parameter gets a gradient when training starts
-        (RunError if not). The others settle DDP's buckets. DDP rearranges them after its first step, which
-        changes the order of sums, so a resumed run would drift from an uninterrupted one.
+        The first one, without communication, checks that every parameter gets a gradient when training
+        starts; if not, it raises RunError. The other two settle DDP's buckets: DDP rearranges them after its
+        first step, which changes the order of sums. Otherwise a resumed run would drift from an uninterrupted
+        one.
         """
-        if launched:  # elsewhere it would end a notebook's kernel
+        if launched:  # in a notebook it would end the kernel
             signal.signal(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
         for _, held in getattr(self.wrapped, "_comm_hooks", []):
             if not isinstance(held, dist.ProcessGroup | None):
                 self.say(f"WARNING: no checkpoint holds the {type(held).__name__} of the communication hook: "
-                         "a resumed run differs from an uninterrupted one if it changes")
+                         "if it changes during training, a resumed run differs from an uninterrupted one")
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()
@@ -887,28 +897,32 @@ class TrainState:
             reshard(self.model)
             for name, p in self.model.named_parameters():
                 if p.requires_grad and p.grad is None:
-                    raise RunError(f"{name} gets no gradient: it would never train, or its layer was "
-                                   "skipped. To skip one, as at random, multiply by 0 what it adds.")
+                    raise RunError(f"{name} gets no gradient: use it in each forward pass, or freeze it with "
+                                   "requires_grad_(False); to skip a layer at random, multiply what it adds "
+                                   "by 0.")
         self.clear_gradients()
         self.begun_with = self.numbers()
         assert_in_sync(self.model, begun=False)
-        # from here on the garbage collector skips all existing objects, a scan of which takes half a second
+        # From now on garbage collection leaves out all objects that exist: scanning them takes half a second.
         gc.collect()
         gc.freeze()
         at_end.callback(gc.unfreeze)
 
     def numbers(self) -> set:
-        """The numbers, texts and bools of the model's modules and its configuration, as (name, value)."""
+        """The attributes of the model's modules and its config that are numbers, strings or bools, as a set
+        of (name, value).
+        """
         parts = [*self.model.named_modules(), ("config", self.model.config)]
         return {(f"{module}.{name}", value) for module, part in parts
                 for name, value in vars(part).items()
                 if isinstance(value, int | float | str) and name != "training"}
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
-        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels. With
-        --comm late they are first replaced by those of the step before. Reads the vote `stop` of the step
-        before. This is where the host waits for the device, once a step: for all of the step before, if the
-        device can skip an update, otherwise for the norm.
+        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels.
+
+        With --comm late, the gradients of the previous step first replace those of this one. Also reads the
+        previous step's vote from `stop`. Here the host waits for the device, once a step: for the end of the
+        previous step if the device can skip an update, otherwise for the norm.
         """
         reshard(self.model)
         self._refuse_thawed()
@@ -920,24 +934,24 @@ class TrainState:
         self._count_skipped()
         if stop:
             stop.read()
-        steppers = self.inner if self.zero1 else self.optimizers  # a wrapper, not what it has inside
+        steppers = self.inner if self.zero1 else self.optimizers  # a wrapper may do more than its .optim
         if self.scaler.is_enabled() or not all(map(skips_on_device, steppers, self.optimizers)):
             return norm.item()
         return norm.as_subclass(Norm)
 
     def _refuse_thawed(self):
-        """Raises UserError if other parameters are frozen than when this began."""
+        """Raises UserError if parameters were frozen or unfrozen after the constructor ran."""
         if odd := {p for p, trained in self._trained.items() if p.requires_grad != trained}:
             names = [name for name, p in self.model.named_parameters() if p in odd]
-            raise UserError(f"requires_grad of {listed(names)} has changed since TrainState began, "
-                            "which neither the optimizers nor the other processes would follow: set it "
-                            "before make_optimizers and leave it. What is frozen for some steps gets "
-                            "p.grad = None in them, see docs/changing.md.")
+            raise UserError(f"requires_grad of {listed(names)} has changed since TrainState began, and "
+                            "neither the optimizers nor the other processes would follow: set it before "
+                            "make_optimizers, and don't change it later. To freeze parameters for some "
+                            "steps, set p.grad = None in those steps, see docs/changing.md.")
 
     def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
-        """Steps the optimizers, unless the gradient norm, the same on all ranks, is 0 or not finite. Clears
-        the gradients and updates the average. Raises RunError after MAX_SKIPPED updates in a row whose
-        gradient was not finite; if the norm is still on the device, clip_gradients does so in the next step.
+        """Steps the optimizers, unless the gradient norm is 0 or not finite; it must be the same on all
+        ranks. Then clears the gradients and updates the average. Raises RunError if the gradient was not
+        finite MAX_SKIPPED times in a row; if the norm is still on the device, the next clip_gradients does.
         """
         if self.late:
             self.late.leave_out()
@@ -947,19 +961,19 @@ class TrainState:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("scale", 1.0)
             if on_device:
-                inner.found_inf = 1.0 - steps.float()  # as GradScaler sets it
+                inner.found_inf = 1.0 - steps.float()  # GradScaler sets it the same way
                 optimizer.step()
                 del inner.found_inf
             elif steps:
                 optimizer.step()
         self.clear_gradients()
-        self.scaler.update()  # from what unscale_ has found
+        self.scaler.update()  # unscale_ has looked for inf and NaN
         if self.ema:
             self.ema.update()
         self._norm = HostCopy(grad_norm) if on_device else grad_norm
         if not on_device:
             self._count_skipped()
-        if not self._checked:  # what no checkpoint can hold is known now, not hours later
+        if not self._checked:  # if a checkpoint can't hold the state, fail now, not hours later
             self.plain_values()
             self._checked = True
 
@@ -974,16 +988,16 @@ class TrainState:
             return
         self._updated = math.isfinite(self._norm)
         self._norm = None
-        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 first tries smaller scales
+        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 tries smaller scales first
             self.skipped = 0 if self._updated else self.skipped + 1
         if self.skipped >= self.MAX_SKIPPED:
             raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
-                           "use --precision bf16 or fp32; the same command then resumes from the newest "
+                           "use --precision bf16 or fp32, and start again; the run resumes from the newest "
                            "checkpoint, or from the one before if you delete that.")
 
     def clear_gradients(self):
-        """Gradients become None, so that nobody takes zeros for the norms of a step."""
-        params = [p for p in self.model.parameters() if p.grad is not None]  # once: a GPU idles meanwhile
+        """Sets all gradients to None. Zeros could be mistaken for the gradients of a step."""
+        params = [p for p in self.model.parameters() if p.grad is not None]  # one pass: the GPU is idle here
         if isinstance(self.wrapped, DistributedDataParallel):
             self._views |= {p: p.grad for p in params}
         for p in params:
@@ -992,7 +1006,7 @@ class TrainState:
     @contextlib.contextmanager
     def averaged_weights(self):
         """A context in which the model has the averaged weights, if the run keeps any. Afterwards its buffers
-        are what they were before.
+        are restored, too.
         """
         with copied_buffers(self.model):
             if self.ema:
@@ -1003,7 +1017,7 @@ class TrainState:
             finally:
                 if self.ema:
                     self.ema.swap()
-                reshard(self.model)  # also without an average: requires_grad is set on shards
+                reshard(self.model)  # without an average, too: requires_grad is set on shards
 
     def state_dict(self):
         """Yields (group, name, tensor, owner) for each tensor of a checkpoint, in the same order on all
