@@ -1154,19 +1154,19 @@ class TrainState:
 # -----------------------------------------------------------------------------------------------------------
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
-# The names that a run gives its checkpoints. It deletes no others, such as a copy that somebody made.
+# A run gives its checkpoints such names, and deletes only files with such names: a renamed copy stays.
 CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
-GROUPS = ("model", "ema", "kept", "late", "optimizer")  # of tensors in a checkpoint, each a dict by name
-FORMAT = 2  # of the checkpoints that are written and read here
+GROUPS = ("model", "ema", "kept", "late", "optimizer")  # in a checkpoint's `tensors`, each a dict by name
+FORMAT = 2  # of the checkpoints that this code writes and reads
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
-    """Reads a checkpoint and checks every byte, unless only its plain data are wanted. Raises UserError if it
-    has another FORMAT, RunError if it is not what was written, RetryableError if it cannot be read.
+    """Reads a checkpoint and checks every byte, unless `checked` is False: then trust only its plain values.
+    Raises UserError if it has another FORMAT, RunError if it is damaged, RetryableError if it can't be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
-    directory as zipfile. The bit sums then show that the tensors that were read are those that were saved.
+    directory as zipfile. The bit sums then show that the tensors are the ones that were saved.
     """
     pickled = b"format"
     try:
@@ -1174,11 +1174,11 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
             load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
             with zipfile.ZipFile(path) as file:
                 plain, = (name for name in file.namelist() if name.endswith("/data.pkl"))
-                pickled = file.read(plain)  # raises if it is damaged, and the format with it
+                pickled = file.read(plain)  # raises if the plain values, and so the format, are damaged
                 try:
                     saved = load(mmap=True)
                 except RuntimeError as error:
-                    if "unable to" not in str(error):  # mmap or open the file, which some file systems cannot
+                    if "unable to" not in str(error):  # some file systems can't mmap
                         raise
                     saved = load()
                 refuse_other_format(path, saved["format"])
@@ -1187,27 +1187,29 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
         if checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
         if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
-            raise ValueError(f"it is that of step {saved['step']}")
+            raise ValueError(f"it holds step {saved['step']}")
         return saved
     except UserError:
         raise
     except FileNotFoundError:
-        raise RetryableError(f"{path} is not there: bring it back, or what it is a link to, and run the same "
-                             "command again.") from None
-    except Exception as error:  # a damaged file makes zipfile, pickle and torch raise nearly anything
+        raise RetryableError(f"{path} is not there: restore it, or the file that it links to, and run the "
+                             "same command again.") from None
+    except Exception as error:  # zipfile, pickle and torch raise nearly anything for a damaged file
         if b"format" not in pickled or path.suffix in (".bin", ".safetensors", ".gguf"):
             raise UserError(f"{path} is a file of "
                             f"{'nanoGPT' if b'model_args' in pickled else 'another program'}, not a "
                             f"checkpoint of a run: give --init-from hf:{path.parent} if config.json and "
-                            "model.safetensors are there; otherwise save_pretrained of transformers writes "
-                            "them, of a pytorch_model.bin after from_pretrained, of nanoGPT's tensors in a "
-                            "GPT2LMHeadModel (without _orig_mod. in their names, and with the matrices of "
-                            "c_attn, c_proj and c_fc transposed).")
+                            "model.safetensors are there; otherwise write them with save_pretrained of "
+                            "transformers (load a pytorch_model.bin with from_pretrained; copy nanoGPT's "
+                            "tensors to a GPT2LMHeadModel, without _orig_mod. in their names, and with the "
+                            "matrices of c_attn, c_proj and c_fc transposed).")
         raise RunError(first_line(error)) from None
 
 
 def refuse_other_format(path: Path, version: int):
-    """Raises UserError if the checkpoint `path` has another format. It may be sound, so it stays as it is."""
+    """Raises UserError if the checkpoint has another format. It may be intact, so it isn't treated as damaged
+    (see load_checkpoint).
+    """
     if version != FORMAT:
         other = "commit 42aa566, the last that reads it" if version < FORMAT else "a newer one"
         raise UserError(f"{path} is a checkpoint of format {version}, and this code reads format {FORMAT}: "
@@ -1219,7 +1221,9 @@ def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
 
 
 def step_of(path: str | Path) -> int:
-    """The step of a checkpoint, which a best.pt says inside. Raises UserError if that cannot be read."""
+    """The step of a checkpoint, from its name, or from the content of a best.pt. Raises UserError if that is
+    damaged.
+    """
     if name := NAME.fullmatch(Path(path).name):
         return int(name[1])
     try:
@@ -1230,8 +1234,8 @@ def step_of(path: str | Path) -> int:
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
-    """The finished checkpoints of a run, newest first; if none is left, not even a damaged one, its best.pt.
-    Raises RetryableError if they cannot be listed.
+    """The finished checkpoints of a run, newest first. If there are none, not even damaged ones: its best.pt.
+    Raises RetryableError if the directory can't be listed.
     """
     directory = Path(run_directory, "checkpoints")
     names = names_in(directory)
@@ -1242,7 +1246,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
 
 
 def runs_beside(path: Path, family: str) -> list[str]:
-    """The runs beside a path where none is, of that family or, if it is "", of any."""
+    """Suggests runs next to a path that holds none: runs of this model family, or of any if it is ""."""
     runs = []
     for run in sorted({checkpoint.parents[1] for checkpoint in path.parent.glob("*/checkpoints/*.pt")}):
         with suppress(RetryableError):  # it cannot be read
@@ -1253,11 +1257,11 @@ def runs_beside(path: Path, family: str) -> list[str]:
 
 def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "",
                     or_best: bool = False) -> dict:
-    """Loads a checkpoint file, or the newest intact one of a run directory, `or_best` its best.pt if all
-    others are damaged, which is for a caller that only reads. Adds its path, the paths of newer ones that are
-    damaged, and the tokenizer.json of its run.
+    """Loads a checkpoint file, or the newest intact checkpoint of a run directory. With `or_best` it takes
+    best.pt if all others are damaged; only pass it if you don't write to the run. Adds `path`, `damaged` (the
+    paths of damaged newer ones), and the tokenizer.json of the run.
 
-    All ranks get the plain data. Only rank 0, which reads the file, gets the tensors; the others get meta
+    All ranks get the plain values. Only rank 0, which reads the file, gets the tensors; the others get meta
     tensors of the same shapes. Raises UserError on all ranks if no checkpoint can be read.
     """
     saved = None
@@ -1273,24 +1277,24 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
             fault = "holds no checkpoint" if there.exists() else "does not exist"
             runs = runs_beside(there, family)
             such_as = f", such as {listed(runs)}" if runs else ""
-            if best.exists():  # beside damaged ones
+            if best.exists():  # it isn't a candidate if the others were renamed as damaged
                 such_as = f", such as {best}"
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
-                            f"a model of Hugging Face is trained with --init-from hf:{where}.")
+                            f"for a model from Hugging Face use --init-from hf:{where}.")
         damaged = []
         for path in candidates:
             try:
                 saved = read_checkpoint(path, checked)
                 break
             except RunError as error:
-                say(f"WARNING: the checkpoint {path} is damaged and left out ({error})")
+                say(f"WARNING: the checkpoint {path} is damaged and skipped ({error})")
                 damaged.append(str(path))
         if saved is None:
             other = ""
             if best.exists() and str(best) not in damaged:
                 other = f", delete these to go on from {best}"
-            raise UserError(f"{candidates[0]} cannot be read, nor any older checkpoint there: restore one "
-                            f"from a copy{other}, or start from scratch in another --out.")
+            raise UserError(f"{candidates[0]} and all older checkpoints there are damaged: restore one from "
+                            f"a copy{other}, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
                   for group, named in saved["tensors"].items()}
         of_run = tokenizer_of_run(path.parent.parent, saved["settings"])
@@ -1301,20 +1305,20 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
 
 
 def is_in(saved: dict, run_directory: Path) -> bool:
-    """Whether a checkpoint is one of a run directory on this machine."""
+    """Whether a checkpoint belongs to a run directory on this machine."""
     return Path(saved["path"]).resolve().parent.parent == run_directory.resolve()
 
 
 class RunLock:
-    """Keeps a run directory to one run, until that ends or rank 0, which holds the lock, in any way."""
+    """Keeps other runs out of a run directory. Rank 0 holds the lock, until it ends in any way."""
 
     def __init__(self, out: Path):
         self.out = out
         self._owner = None
 
     def acquire(self):
-        """Creates the directory and locks it. Raises UserError."""
-        path = self.out / ".lock"  # never a link, because its content gets replaced
+        """Creates the directory and locks it. Raises UserError if that fails or another run has the lock."""
+        path = self.out / ".lock"  # O_NOFOLLOW: it must not be a link, because its content gets replaced
         try:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -1332,7 +1336,7 @@ class RunLock:
                 "run writes there")
         self._file = file
         at_end.callback(self.release)
-        with suppress(OSError):  # on a full disk the lock holds without its owner's name
+        with suppress(OSError):  # on a full disk the lock works without its owner's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
         self._owner = path.read_bytes()
@@ -1342,18 +1346,18 @@ class RunLock:
                 leftover.unlink()
 
     def lost(self) -> bool:
-        """Whether the directory that this process has locked was moved, removed or taken by another run."""
-        if self._owner is None:  # rank 0 has it
+        """Whether the directory was moved, removed or taken by another run after this process locked it."""
+        if self._owner is None:  # only rank 0 has the lock
             return False
         try:
             return (self.out / ".lock").read_bytes() != self._owner
         except FileNotFoundError:
             return True
-        except OSError:  # the disk is away: a save fails as well, and is tried again
+        except OSError:  # the disk is unreachable: the save will fail, too, and the next one tries again
             return False
 
     def release(self):
-        """Gives the directory back. What it guards is written by then, see ddp_utils.Checkpoints."""
+        """Unlocks the directory. By then Checkpoints has written everything."""
         self._file.close()
 
 
