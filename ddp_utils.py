@@ -1362,18 +1362,19 @@ class RunLock:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, `step_00001000_loss2.3456_20261120_143022.pt`, and best.pt, a link.
+    """Writes a run's checkpoints, such as `step_00001000_loss2.3456_20261120_143022.pt`, and links best.pt.
 
-    `save` copies the state and returns; a thread writes it to a temporary file, syncs it and renames it, so
-    every file with such a name is complete. Only rank 0 writes, but `save` has collectives for all ranks. A
-    checkpoint holds `tensors`, see TrainState.state_dict, and plain values: `plain` ones of the optimizers,
-    `scaler`, `step`, `samples`, `loss`, and what `metadata` of cli/run.py says of the run.
+    `save` copies the state and returns. A thread then writes it to a temporary file, syncs the file and
+    renames it, so every file with such a name is complete. Only rank 0 writes, but all ranks call `save`.
+
+    A checkpoint holds `tensors` (see TrainState.state_dict) and plain values: `plain` (of the optimizers),
+    `scaler`, `step`, `samples`, `loss`, and what `metadata` in cli/run.py adds.
     """
 
-    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process
+    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, in a list
 
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: False):
-        self.lost = lost  # a RunLock's
+        self.lost = lost  # RunLock.lost
         self.run_directory = run_directory
         self.directory = run_directory / "checkpoints"
         self.world = world
@@ -1381,18 +1382,20 @@ class Checkpoints:
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
-        at_end.callback(wait_for_writing)  # and only then the RunLock's end
-        self.saved_step: int | None = None  # the newest step that is in a checkpoint, or about to be
+        at_end.callback(wait_for_writing)  # runs before the RunLock is released
+        self.saved_step: int | None = None  # the newest step that has been saved, or is being saved
         self._newest: Path | None = None  # its file
-        self.files: dict[int, Path] = {}  # those that there were at the start, by step
-        self.log: monitor.RunLog | None = None  # which chooses the best, see start_run
-        self._unlinked = set()  # steps that were best and are not in best.pt; right on rank 0
+        self.files: dict[int, Path] = {}  # the checkpoints at the start, by step
+        self.log: monitor.RunLog | None = None  # it decides which is the best; start_run sets it
+        self._unlinked = set()  # steps that were the best but are not in best.pt; only rank 0 knows
 
     def load(self, resume: str, saved: dict | None = None) -> dict | None:
-        """The checkpoint of --resume, or None to start from scratch. `saved` is what find_run has found; it
-        is read again only if there is a newer one. Renames damaged ones, which would otherwise count among
-        the newest to keep. Raises UserError on all ranks, also if any has another format: those would be
-        removed as the oldest ones.
+        """Returns the checkpoint that --resume asks for, or None to start from scratch.
+
+        `saved` is the one that find_run has found. It is read again only if there is a newer one by now.
+        Damaged checkpoints are renamed, because otherwise they'd count among the newest that a run keeps.
+        Raises UserError on all ranks if --resume doesn't fit, or if any checkpoint has another format: the
+        run would delete it as one of the oldest.
         """
         directory = self.run_directory
 
@@ -1410,7 +1413,7 @@ class Checkpoints:
             raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
         if resume != "auto" and on_rank0(step_of, newest) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
-                            "--out to branch off there, or delete the later ones.")
+                            "--out to branch off, or delete the later ones to go back.")
         if resume == "auto" and not (saved and newest in (saved["path"], *saved["damaged"])):
             saved = load_checkpoint(directory, self.say)
         if resume == "auto" and Path(newest).name == "best.pt":
@@ -1422,7 +1425,9 @@ class Checkpoints:
         return saved
 
     def resume(self, saved: dict | None, state: TrainState) -> tuple[int, int]:
-        """Restores a checkpoint, if there is one. Returns how many steps and samples are done."""
+        """Restores the checkpoint `saved` into `state`, if there is one. Returns the number of steps and of
+        samples that are done.
+        """
         if not saved:
             return 0, 0
         branch = not on_rank0(is_in, saved, self.run_directory)
@@ -1435,7 +1440,7 @@ class Checkpoints:
         return saved["step"], saved["samples"]
 
     def _go_back(self, step: int):
-        """Makes best.pt the best of the checkpoints up to `step` that there are."""
+        """Links best.pt to the best remaining checkpoint up to `step`. A later one may have been deleted."""
         best = self.directory / "best.pt"
         files = self.files = {step_of(path): path for path in list_checkpoints(self.run_directory)}
         marked = None
@@ -1452,65 +1457,66 @@ class Checkpoints:
                 self._link(best, files[lowest])
 
     def save(self, step: int, state: TrainState, meta: dict):
-        """Compares the parameters of all ranks, copies the state tensor by tensor, and has a thread write it
-        with `meta`, plain data that includes the step's loss. Does nothing if the step is already saved.
+        """Checks that parameters are in sync, copies the state tensor by tensor, and lets a thread write it
+        with `meta`: plain values, the step's loss among them. Does nothing if the step is already saved.
         """
         if step == self.saved_step:
             return
         assert_in_sync(state.model)
         for name, _ in state.numbers() - state.begun_with:
             state.say(f"WARNING: {name.strip('.')} of the model has changed since the start, and no "
-                      "checkpoint holds it: if --eval-only or --prompt need it, make it a persistent buffer")
+                      "checkpoint holds it: if --eval-only or --prompt needs it, make it a persistent buffer")
         world = self.world
         self.saved_step = step
         say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
                                   "checkpoint")
-        # The copies are in use until the last checkpoint is written, which may take longer than --timeout.
+        # Until the last checkpoint is written, its copies are in use. That may take longer than --timeout, so
+        # all ranks wait in many short collectives.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
             time.sleep(0.02)
         of_rank0 = [self.lost(), self._unlinked]
-        dist.broadcast_object_list(of_rank0, src=0)  # on_rank0 needs the store, which ends with torchrun
+        dist.broadcast_object_list(of_rank0, src=0)  # not on_rank0: its store is gone if torchrun was killed
         lost, unlinked = of_rank0
         if self.log:
             self.log.evaluations |= dict.fromkeys(unlinked, math.inf)
-        if lost:  # before anything is written there
+        if lost:  # check before writing anything there
             raise UserError(f"{self.run_directory} was moved, removed or taken by another run, so this one "
-                            "ends without a checkpoint: give each run its own --out; one that was moved "
-                            "resumes with --out and its new name.")
+                            "ends without a checkpoint: give each run its own --out; if you moved this one, "
+                            "resume it with its new path as --out.")
         for group, name, tensor, owner in state.state_dict():
             if owner is not None:
                 tensor = transfer(tensor, owner, 0, world)
             elif isinstance(tensor, DTensor):
                 tensor = tensor.to(world.device).full_tensor()
             if world.is_rank0:
-                copies = self._copies[group]  # allocated once, because the shapes do not change
+                copies = self._copies[group]  # allocated once, because shapes don't change
                 if name not in copies:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies[name].copy_(tensor.detach(), non_blocking=True)
         plain = state.plain_values()
-        reduce_sum([0], world)  # raises if one of these collectives has failed, which NCCL reports late
+        reduce_sum([0], world)  # raises if a collective above has failed: NCCL reports that in the next one
         if not world.is_rank0:
             return
         world.synchronize()  # copies to pinned memory may still be under way
         content = {"format": FORMAT, "step": step, "scaler": state.scaler.state_dict(), "plain": plain,
                    "ema_updates": state.ema.updates if state.ema else 0}
-        content = json.loads(json.dumps(content | meta))  # weights_only=True reads plain types only
+        content = json.loads(json.dumps(content | meta))  # weights_only=True can read only plain types
         name = f"step_{step:08d}_loss{meta['loss']:.4f}_{time.strftime('%Y%m%d_%H%M%S')}.pt"
         self._newest = self.directory / name
         self._submit(self._write, self._newest, content, time.perf_counter())
 
     def mark_best(self, step: int):
-        """Links best.pt to the checkpoint of `step`, once it is written.
+        """Links best.pt to the checkpoint of `step` once it is written.
 
-        If that fails, or there is no checkpoint because the save failed or the update was skipped, the
-        next save makes the log forget that the step was best.
+        That can fail, and there's no checkpoint if its save failed or the update was skipped. In these cases
+        the next save makes the log forget that the step was the best.
         """
         self._unlinked.add(step)
         if self.world.is_rank0 and self.saved_step == step:
             self._submit(self._link, self.directory / "best.pt", self._newest)
 
     def close(self):
-        """Waits until everything is written. Raises RunError if the last checkpoint was not."""
+        """Waits until everything is written. Raises RunError if writing the last checkpoint failed."""
         self._thread.shutdown()
         if self.world.is_rank0 and self._newest and not self._newest.exists():
             raise RunError(f"the checkpoint of step {self.saved_step} could not be written, see above: the "
@@ -1521,7 +1527,7 @@ class Checkpoints:
             try:
                 self.directory.mkdir(exist_ok=True)
                 function(path, *args)
-            except Exception as error:  # mostly a full disk, which torch.save does not name
+            except Exception as error:  # mostly a full disk, but torch.save doesn't say so
                 reason = first_line(error)
                 with suppress(OSError):  # the directory may be gone
                     free = shutil.disk_usage(self.directory).free
@@ -1533,7 +1539,7 @@ class Checkpoints:
 
     def _write(self, path: Path, content: dict, begun: float):
         for key, tensor in self._copies["model"].items():
-            if not tensor.sum(dtype=torch.float32).isfinite():  # a sum keeps inf and NaN
+            if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN survive in a sum
                 raise RuntimeError(f"{key} is not finite")
         with replacing(path) as file:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
@@ -1546,22 +1552,24 @@ class Checkpoints:
         self.say(text)
 
     def _link(self, best: Path, source: Path):
-        if not source.exists():  # its save failed, and said so
+        if not source.exists():  # its save failed, and has said so
             return
         temporary = self.directory / ".tmp-best.pt"
         temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
-        except OSError:  # a file system without hard links
+        except OSError:  # the file system has no hard links
             shutil.copyfile(source, temporary)
         os.replace(temporary, best)
         self._unlinked.discard(step_of(source))
-        temporary.unlink(missing_ok=True)  # which is left where both are links to the same file
+        temporary.unlink(missing_ok=True)  # os.replace leaves it if both are links to the same file
         fsync_directory(self.directory)
 
 
 def wait_for_writing():
-    """A checkpoint from before a failure is worth waiting for, too, but torchrun kills after 30 s."""
+    """Waits until the last checkpoint is written; after a failure at most 15 s, because torchrun kills the
+    process after 30 s.
+    """
     waiting_is_short = one_has_failed() or launched and at_end.exit_code
     futures.wait(Checkpoints.unwritten, timeout=15 if waiting_is_short else None)
 
