@@ -1620,24 +1620,28 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
 
 
 def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
-    """Has the log say, once each, that a loss is divided twice, or that an optimizer has other parameters."""
-    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # of all in this process
+    """Adds checks of what the trainer's loop does. The log warns once if the loss is divided twice, and once
+    if an optimizer has parameters that aren't the model's.
+    """
+    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
     at_end.callback(hook.remove)
     log.loggers.append(monitor.MeanLoss(run, log, hook))
 
 
 def warn_of_changes(run: Run, model: nn.Module):
-    """Says where a model's tensors, or its shards, have changed since new_model. All ranks."""
+    """Warns if the model's tensors have changed since new_model: their names, or the values in shards. All
+    ranks call this.
+    """
     if odd := sorted(model.state_dict().keys() ^ model.made):
         run.say(f"WARNING: {listed(odd)} came or went after new_model, so --eval-only, --prompt, --export "
-                "and load_run will refuse the checkpoints: let the model's constructor do that")
+                "and load_run will refuse the checkpoints: add or remove tensors in the model's constructor")
     if run.saved or run.args.strategy not in SHARDED:
         return
     changed = [name for name, p in model.named_parameters()
                if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
     if changed := sorted({*itertools.chain(*all_gather(changed))}):  # each rank sees its own shards
-        run.say(f"WARNING: {listed(changed)} changed after new_model: numbers drawn there for shards "
-                "are not those of --strategy ddp and may repeat, so draw them in the model's constructor")
+        run.say(f"WARNING: {listed(changed)} changed after new_model: random numbers for shards differ from "
+                "--strategy ddp and may repeat, so draw them in the model's constructor")
 
 
 def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
@@ -1645,24 +1649,27 @@ def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
 
 
 def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
-    """Whether nothing is left to do after `step` steps; if so, says it."""
+    """Whether nothing is left to do after `step` steps. If so, prints how to go on."""
     complete = all_done(run, log, step)
     if complete:
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
-                "them), another --out to start from scratch, or use it, for instance with --eval-only")
+                "them), give another --out to start from scratch, or use the run, such as with --eval-only")
     return complete
 
 
 def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
-    """What rank 0 writes into the run directory: the copies of the code that it lacks (all, if the run
-    begins), tokenizer.json, and config.json: `meta`, the commands of all starts so far with their commits,
-    and the numbers of parameters and training tokens.
+    """Returns the files, by name, that rank 0 writes into the run directory:
+
+        copies of the code    all of them when the run begins, later only missing ones
+        tokenizer.json
+        config.json           `meta`, the commands and commits of all starts so far, and the numbers of
+                              parameters and of training tokens
     """
     before = monitor.read_config(run.out)
     commands, commits = [], []
-    with suppress(TypeError, KeyError):  # it is damaged
+    with suppress(TypeError, KeyError):  # config.json is damaged
         commands, commits = [*before["commands"]], [*before["commits"]]
-    if run.trainer.is_file():  # otherwise it was typed into a notebook
+    if run.trainer.is_file():  # not if main() is in a notebook
         commands.append(run.command)
         commits.append(monitor.commit_of(run.trainer.resolve().parent))
     config = meta | {
@@ -1679,17 +1686,17 @@ def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
 
 @dataclass
 class Due:
-    """What is due after a step. All ranks decide alike."""
+    """What is due after a step. It is the same on all ranks."""
 
-    stopping: bool  # a signal has come
-    done: bool  # all steps of the run are
+    stopping: bool  # a rank got a signal
+    done: bool  # all steps are done
     evaluating: bool
     saving: bool
 
 
 def due_after(step: int, run: Run, log: monitor.RunLog, stop: "StopVote") -> Due:
-    """What is due after `step` steps. A save precedes each evaluation, which can take long. A step that the
-    log has evaluated is not evaluated again.
+    """What is due after `step` steps. The run saves before each evaluation, because an evaluation can take
+    long. It doesn't evaluate a step that the log has already.
     """
     stopping = stop.agreed > 0
     done = step >= run.steps
@@ -1700,67 +1707,68 @@ def due_after(step: int, run: Run, log: monitor.RunLog, stop: "StopVote") -> Due
 
 
 def mixed(seed: int, step: int, stream: int) -> int:
+    """Hashes its arguments to a seed below 2^63."""
     number = ((seed * 0x9E3779B97F4A7C15 + step) * 0xBF58476D1CE4E5B9 + stream) * 0x94D049BB133111EB
     return (number ^ number >> 31) % 2**63
 
 
 def seed_step(seed: int, step: int, rank: int):
-    """Seeds torch for one step of one rank, so that a checkpoint need not hold generator states."""
+    """Seeds torch for one step of one rank, so that checkpoints don't have to hold generator states."""
     torch.manual_seed(mixed(seed, step, rank))
 
 
 def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
-    """A random generator, the same on all ranks; each `number` gives another one for the same step."""
+    """A random generator in the same state on all ranks. Each `number` gives another one for the step."""
     return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
 
 
 class StopVote:
-    """Stops all ranks after the same step, when any of them gets a signal.
+    """Stops all ranks after the same step when any of them gets a signal.
 
-    STOP_SIGNALS and the death of torchrun set a flag. `vote`, called after each step and
-    each evaluation batch, starts a small all-reduce of it. Its result is read a step or batch later, so no
-    rank waits for another.
+    STOP_SIGNALS and the death of torchrun set a flag. Call `vote` after each step and each evaluation batch:
+    it starts a small all-reduce of the flag. The result is read one step or batch later, so no rank waits
+    for another.
     """
 
     def __init__(self, world: World):
-        self.signal = 0  # received by this rank
+        self.signal = 0  # the first signal that this rank got
         self._since = 0.0  # when it came
-        self.agreed = 0  # the signal at which all ranks have agreed to stop
-        self._vote = torch.zeros((), device=world.device)  # the newest
-        self._under_way = None  # waits for it, until it is read
+        self.agreed = 0  # the signal for which all ranks have agreed to stop
+        self._vote = torch.zeros((), device=world.device)  # the newest vote
+        self._under_way = None  # its all-reduce, until it is read
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for signum in STOP_SIGNALS:
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(signum, self._on_signal)
 
     def _on_signal(self, number, frame):
-        # Ctrl-C comes twice at once, from the terminal and from torchrun; a second press comes later
+        # One Ctrl-C arrives twice, from the terminal and from torchrun. A second press comes later.
         if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
-            os.write(2, b"\nleaving at once, without another checkpoint\n")
+            os.write(2, b"\nstopped at once, without another checkpoint\n")
             os._exit(130)
         if not self.signal:
-            self._since = time.monotonic()  # set first: a signal may come between these two lines
+            self._since = time.monotonic()  # set it first, because a signal may come between these two lines
             self.signal = number
 
     def is_orphan(self) -> bool:
-        """Whether torchrun was killed."""
+        """Whether torchrun was killed: then this process has another parent."""
         return self._torchrun not in (None, os.getppid())
 
     def vote(self) -> int:
-        """Starts a vote. Returns the result of the previous one: the signal that any rank got, or 0."""
+        """Starts a vote. Returns the result of the previous one: a signal that some rank got, or 0."""
         self.read()
-        if self.is_orphan():  # so nothing else will stop us
+        if self.is_orphan():  # nothing else would stop this process
             self._on_signal(signal.SIGHUP, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         self._result = self._vote
         if dist.get_backend() == "nccl":
-            self._under_way.wait()  # the device does, not the host
+            self._under_way.wait()  # here the device waits, not the host
             self._result = HostCopy(self._vote)
         return self.agreed
 
     def read(self):
-        """Reads the newest vote, unless that is done."""
+        """Reads the newest vote, unless it has been read."""
         if self._under_way:
             self._under_way.wait()
             self._under_way = None
@@ -1768,7 +1776,9 @@ class StopVote:
 
 
 class Metrics:
-    """A model's sums over the labels of a step. Each rank keeps its part on the device until `reduce`."""
+    """Adds up what a model returns for the labels of a step. Each rank keeps its own part of the sums on the
+    device, until `reduce`.
+    """
 
     def __init__(self, run: Run, log: monitor.RunLog):
         world = run.world
@@ -1777,25 +1787,27 @@ class Metrics:
         self.log = log
         self._samples = saved["samples"]
         self._sums: dict[str, Tensor] = {}
-        self.labels = torch.zeros(())  # of the last step, over all ranks
-        # this rank's part of each mean; the parts of all ranks add up to the mean
+        self.labels = torch.zeros(())  # labels in the last step, over all ranks
+        # This rank's part of each mean: the parts of all ranks add up to the mean.
         share = float(world.is_rank0)
         self._means = {"loss": torch.tensor(saved["loss"] * share, dtype=torch.float64, device=world.device)}
 
     def add(self, sums: dict[str, Tensor]):
-        """Adds the sums of a micro-batch."""
+        """Adds scalar sums of a micro-batch, by name."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0) + value
 
     def end_step(self, samples: int, labels: Tensor):
-        """Ends a step with `labels` over all ranks, after which the run has consumed `samples`."""
+        """Ends a step. `labels` is its number of labels over all ranks, `samples` the number of samples that
+        the run has consumed so far.
+        """
         self.labels = labels
         self._samples = samples
         self._means = {name: total / labels.clamp(min=1) for name, total in self._sums.items()}
         self._sums = {}
 
     def reduce(self) -> dict[str, float]:
-        """The means of the last step over all ranks."""
+        """Returns the means of the last step over all labels of all ranks. All ranks call this."""
         return dict(zip(self._means, reduce_sum([*self._means.values()], self.world)))
 
     def machines(self) -> dict:
@@ -1809,22 +1821,20 @@ class Metrics:
         return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
 
     def state_dict(self) -> dict:
-        """The state for a checkpoint."""
+        """The plain values for a checkpoint. All ranks call this."""
         return {"loss": self.reduce()["loss"], "samples": self._samples}
 
 
 def refuse_odd_metric(metric: Callable, values):
-    """Raises UserError unless `values`, what a trainer's metric has returned, has for each name a sum and its
-    count.
-    """
-    if not isinstance(values, dict):  # as without `return`
+    """Raises UserError unless `values`, which the trainer's `metric` returned, is {name: (sum, count)}."""
+    if not isinstance(values, dict):  # such as None, if it has no `return`
         values = {getattr(metric, "__name__", "NAME"): values}
     for name, value in values.items():
         dimensions = []
         with suppress(TypeError, ValueError, RuntimeError):
             dimensions = [torch.as_tensor(part).ndim for part in value]
         if dimensions != [0, 0]:
-            raise UserError(f"the metric {name} is no sum with the count that divides it: return "
+            raise UserError(f"the metric {name} is not a pair of a sum and its count: return "
                             f'{{"{name}": (sum, count)}}.')
         if "/" in name or name.endswith(" (count)"):
             raise UserError(f"a metric cannot be called {name}: choose a name without / and (count).")
@@ -1833,16 +1843,18 @@ def refuse_odd_metric(metric: Callable, values):
 @torch.no_grad()
 def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[str, float] | None:
     """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
-    run keeps any. Every rank calls this. Returns the means over all sets together and over each named set,
-    such as `val_loss/NAME`, or None if a stop signal cut it short.
+    run keeps any. All ranks call this. Returns means, such as `val_loss` over all sets together and
+    `val_loss/NAME` over each named set; None if a stop signal cut it short.
 
-    `run.metric`, a trainer's own function, is called as metric(model, *micro_batch) and returns for each name
-    a sum and the count to divide it by, numbers or scalar tensors, which are summed over batches and ranks:
-    `val_NAME` is their quotient. Each evaluation begins with the same random state, so that a model that
-    draws gets the same results after a resume. Raises UserError for a name that results have already.
+    `run.metric` is the trainer's own function: metric(model, *micro_batch) returns {name: (sum, count)},
+    numbers or scalar tensors. Both are summed over batches and ranks, and `val_NAME` is sum / count. Raises
+    UserError if a name is taken.
+
+    Each evaluation starts with the same random state, so that a model that draws random numbers gets the same
+    results after a resume.
     """
     args, model, world = run.args, state.model.eval(), state.world
-    reserved = {"samples", "exact", "correct", "best_metric"}  # no names for a metric
+    reserved = {"samples", "exact", "correct", "best_metric"}  # a metric can't have these names
     token_bytes = torch.from_numpy(run.dataset.tokenizer.token_bytes).to(world.device)
     seed_step(args.seed, 0, world.rank)
     totals = Counter()
@@ -1853,7 +1865,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             limit = args.eval_batches * args.eval_batch  # rows
             for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
                 _, batch_sums = model(*micro_batch)
-                # not if a trainer's model has another loss, or its rows aren't text
+                # not if the trainer's own model has another loss, or if its rows aren't text
                 in_nats = hasattr(batch_sums["loss"], "in_nats") and not run.dataset.vocab_size
                 own = run.metric(model, *micro_batch) if run.metric else {}
                 refuse_odd_metric(run.metric, own)
@@ -1863,13 +1875,13 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 labels = micro_batch[-1]
                 learned = labels >= 0
                 batch_sums["labels"] = learned.sum()
-                known = labels.clamp(0, len(token_bytes) - 1)  # a vocabulary of one's own may be larger
+                known = labels.clamp(0, len(token_bytes) - 1)  # `dataset.vocab_size` may be larger
                 batch_sums["bytes"] = (token_bytes[known] * learned).sum()
                 sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
                              for key, value in batch_sums.items()})
                 if stop.vote():
                     break
-            assert_same("the names of what is evaluated", json.dumps([*sums]),
+            assert_same("the list of results", json.dumps([*sums]),
                         "return the same names for every batch")
             sums["bytes"] *= getattr(shards, "byte_ratio", 1)
             sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
@@ -1884,7 +1896,7 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
 
 
 def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes, if its ids are those of text. All ranks call this."""
+    """Logs a text that the model writes, unless its ids aren't text. All ranks call this."""
     if run.dataset.vocab_size:
         return
     with state.averaged_weights():
