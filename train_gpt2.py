@@ -1,4 +1,4 @@
-"""Trains GPT-2, in English, Spanish or any other language, with one process or many.
+"""Train GPT-2 on text in any language, with one process or many.
 
     torchrun --nproc_per_node=2 train_gpt2.py                             # tiny, Python's own source
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2                 # 124 M parameters, FineWeb-Edu
@@ -7,10 +7,10 @@
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
-    python train_gpt2.py --prompt "def main("               # the newest checkpoint continues a text
-    python train_gpt2.py --export                           # and becomes a directory for transformers
+    python train_gpt2.py --prompt "def main("               # continue a text with the newest checkpoint
+    python train_gpt2.py --export                           # convert that checkpoint for transformers
 
-On five PCs with one small GPU each, a step of 160 sequences of 1024 tokens fits with
+Five PCs with one small GPU each can train on 160 sequences of 1024 tokens per step:
 
     torchrun --nnodes=5 … train_gpt2.py --size gpt2 --precision fp16 --batch 1 --global-batch 160
 """
@@ -22,8 +22,8 @@ from cli.run import find_run, load_data, metadata, new_model, open_run, settle, 
 from cluster.dry_run import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
 
-# Only `tiny` has been tuned, on two CPU cores. The others have the shapes of Radford et al., 2019, about
-# 20 tokens per parameter, and the learning rates of Brown et al., 2020.
+# Only `tiny` has been tuned (on two CPU cores). The other shapes are from Radford et al., 2019, and the
+# learning rates from Brown et al., 2020. `steps` gives each about 20 tokens per parameter.
 WEB = dict(seq_len=1024, global_batch=512, eval_batches=20, data="fineweb-edu")
 SIZES = {
     "tiny": dict(n_layer=4, n_head=2, d_model=128, seq_len=256, global_batch=16, batch=8, lr=3e-3, warmup=30,
@@ -51,19 +51,19 @@ def main(argv: list[str] | None = None):
     if "dry_run" in command.given:
         return dry_run(GPT2, settle(command))
     world = start(command)  # joins the process group
-    # what is not given is as in the run that is resumed
+    # when a run is resumed, flags that are not given keep its values
     run = find_run(GPT2, command, world, constants=globals())
-    # set run.metric (see ddp_utils.evaluate) or run.change_data here: --eval-only uses them, too
+    # set run.metric (see ddp_utils.evaluate) or run.change_data here, so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
 
-    # ------------------------------------------------------- data, what was saved, model, optimizers, log
+    # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run)
-    open_run(run)  # locks its directory, plans steps and batches
+    open_run(run)  # locks the run directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     example = model.dummy_inputs(run.batch, world.device)
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
+    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None):
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
-    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
+    stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
     metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
@@ -80,14 +80,14 @@ def main(argv: list[str] | None = None):
     # -------------------------------------------------------------------------------------------- training
     while True:
         due = ddp.due_after(step, run, log, stop)
-        if step % ddp.SYNC_EVERY == 0:  # and before each save
+        if step % ddp.SYNC_EVERY == 0:  # checkpoints.save checks it as well
             ddp.assert_in_sync(model)
-        # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
+        # save before evaluating, because an evaluation can take long; after a skipped update nothing is new
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             results = ddp.evaluate(state, run, stop)
-            if results is None:  # a signal cut it short; the resumed run evaluates this step
+            if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
@@ -95,24 +95,24 @@ def main(argv: list[str] | None = None):
                 ddp.sample(state, run, step)
         if due.stopping or due.done:
             break
-        if due.saving:  # saves and evaluations do not count as training time
+        if due.saving:  # don't count saves and evaluations as training time
             log.restart_clock(samples)
 
-        # the rate over time is in model.py; for another one, write it here
+        # for a schedule of your own, compute lr here
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
-        labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
-        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
+        labels = ddp.async_sum(count, world)  # labels of the step on all ranks; labels() waits for the sum
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y = −1 is ignored
             with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y)  # both are sums over labels
-                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
+                # the mean over all labels of the step; times world_size, because DDP averages over ranks
                 loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
         state.optimizer_step(lr, grad_norm)
-        stop.vote()  # whether a rank got a signal; the next step reads it
+        stop.vote()  # asks all ranks whether one got a signal; the next step reads the answer
         step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)

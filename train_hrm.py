@@ -1,4 +1,4 @@
-"""Trains a Hierarchical Reasoning Model for text (arXiv 2605.20613), with one process or many.
+"""Train a Hierarchical Reasoning Model for text (arXiv 2605.20613), with one process or many.
 
     torchrun --nproc_per_node=2 train_hrm.py                 # tiny, Python's own source: minutes on a laptop
     torchrun --nproc_per_node=8 train_hrm.py --size 1b       # eight GPUs, FineWeb-Edu
@@ -6,8 +6,8 @@
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
-    python train_hrm.py --prompt "def main("                 # the newest checkpoint continues a text
-    python train_hrm.py --export                             # and becomes a directory for transformers
+    python train_hrm.py --prompt "def main("                 # continue a text with the newest checkpoint
+    python train_hrm.py --export                             # convert that checkpoint for transformers
 """
 
 import random
@@ -23,8 +23,8 @@ from cluster.dry_run import dry_run
 from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
 
-# Only `tiny` and `puzzle` have been tuned, on two CPU cores; 1b has the learning rate of HRM-Text and
-# 4 times its batch. In all trainers, micro-batch and checkpoint_activations are for GPUs of 80 GB.
+# Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
+# times its batch. In all trainers, `batch` (the micro-batch) and `checkpoint_activations` suit 80 GB GPUs.
 WEB = dict(seq_len=1024, data="fineweb-edu", init="identity")
 TINY = dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
             warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",
@@ -45,13 +45,13 @@ SIZES = {
                warmup=1000, steps=27000, eval_every=500, save_every=500, eval_batches=10,
                checkpoint_activations="block", **WEB),
 }
-SIZES["1b-published"] = SIZES["1b"] | dict(  # where HRM-Text 1B differs from 1b
+SIZES["1b-published"] = SIZES["1b"] | dict(  # what HRM-Text 1B does differently
     vocab_size=65536, init="published", global_batch=192, warmup=2000, steps=305000, optimizer="adam-atan2",
     schedule="constant", grad_clip=0.0, ema=0.9999)
 BETAS = 0.9, 0.95
-VOCAB_LR = 4.0  # learning rate of embedding and head / --lr; 1 with Muon, --init-from or another --init
-PONDER_COST = 0.01  # of each further cycle, with --halt
-RAMP = 0.2  # fraction of the run over which bp_steps and the ponder cost grow
+VOCAB_LR = 4.0  # times --lr for embedding and head; 1 with Muon, --init-from or --init published
+PONDER_COST = 0.01  # with --halt: added to the objective for each cycle beyond the first
+RAMP = 0.2  # bp_steps and the ponder cost grow over this first fraction of the run
 
 
 def as_range(low: int, high: int) -> str:
@@ -67,30 +67,32 @@ def parse_args(argv: list[str] | None = None) -> Command:
     command = parse_flags(parser, HRMConfig, SIZES, argv)
     if "bp_steps" in command.given:
         command.given["bp_cycles"] = 0
-    elif command.given.get("bp_cycles"):  # counts instead of the --bp-steps of a run that goes on
+    elif command.given.get("bp_cycles"):  # replaces the --bp-steps of the run that is resumed
         command.given["bp_steps"] = None
     return command
 
 
 def truncation(args: Namespace) -> tuple[int, int]:
-    """The stack calls that keep a graph, at the start of the run and after the ramp. Raises UserError."""
+    """Number of stack calls to backpropagate through, at the start of the run and after the ramp. Raises
+    UserError if the flags conflict.
+    """
     c = HRMConfig(**flags_of_model(HRMConfig, args))
-    calls = c.l_cycles + 1  # of a cycle
+    calls = c.l_cycles + 1  # stack calls per cycle
     if c.halt and c.least_cycles:
-        raise UserError("--h-cycles A:B does not go with --halt, which chooses the cycles: give one "
-                             "number.")
+        raise UserError("--h-cycles A:B cannot be used with --halt, which chooses the number of cycles "
+                        "itself: give one number.")
     if isinstance(args.bp_steps, str):
         low, high = int_range("--bp-steps", args.bp_steps, 2)
     elif c.bp_cycles:
         low = high = c.bp_cycles * calls
-    elif args.bp_steps:  # those of the run that is resumed
+    elif args.bp_steps:  # from the run that is resumed
         low, high = args.bp_steps
     else:
         high = 5 if c.halt or c.inject_input else max(c.cycles + 1, 5)
         low = high if args.init_from else 2  # trained weights need no ramp
     if high > max(c.cycles * calls, 5):
         kept = f"--bp-cycles {c.bp_cycles}" if c.bp_cycles else f"--bp-steps {high}"
-        raise UserError(f"{kept} is more than the {c.cycles} cycles of {calls} stack calls.")
+        raise UserError(f"{kept} is more than the model has: {c.cycles} cycles of {calls} stack calls.")
     return low, high
 
 
@@ -101,25 +103,25 @@ def main(argv: list[str] | None = None):
         args = settle(command)
         return dry_run(HRM, args, bp_steps=truncation(args)[1])
     world = start(command)  # joins the process group
-    # what is not given is as in the run that is resumed
+    # when a run is resumed, flags that are not given keep its values
     run = find_run(HRM, command, world, constants=globals())
-    # set run.metric (see ddp_utils.evaluate) or run.change_data here: --eval-only uses them, too
+    # set run.metric (see ddp_utils.evaluate) or run.change_data here, so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
     low, high = truncation(run.args)
 
-    # ------------------------------------------------------- data, what was saved, model, optimizers, log
+    # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run, bp_steps=high)
-    open_run(run)  # locks its directory, plans steps and batches
+    open_run(run)  # locks the run directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     c = model.config
     least_cycles = c.least_cycles or c.cycles
     if not c.reaches_embedding(high, least_cycles):
-        raise UserError(f"with a graph through {high} stack calls the embedding never learns: add "
-                             f"--inject-input, or give --bp-steps {least_cycles + 1}.")
+        raise UserError(f"backpropagating through {high} stack calls, the embedding never learns: add "
+                        f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.dummy_inputs(run.batch, world.device, n) for n in (low, high)]
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
+    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
@@ -137,7 +139,7 @@ def main(argv: list[str] | None = None):
     at_most = "at most " * (high > (1 if c.halt else least_cycles) * (c.l_cycles + 1))
 
     def plan(step: int) -> tuple[float, int, int]:
-        """Ramp progress (0 to 1), bp_steps and cycles of a step; the same on all ranks."""
+        """Ramp progress (0 to 1), bp_steps and number of cycles for a step; the same on all ranks."""
         ramp = min(1.0, step / (RAMP * run.steps))
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
@@ -145,7 +147,7 @@ def main(argv: list[str] | None = None):
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
             f"{graph}")
     state.warm_up(*examples)
-    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
+    stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
     metrics = ddp.Metrics(run, log)
     log.start_clock(step, samples)
@@ -153,14 +155,14 @@ def main(argv: list[str] | None = None):
     # -------------------------------------------------------------------------------------------- training
     while True:
         due = ddp.due_after(step, run, log, stop)
-        if step % ddp.SYNC_EVERY == 0:  # and before each save
+        if step % ddp.SYNC_EVERY == 0:  # checkpoints.save checks it as well
             ddp.assert_in_sync(model)
-        # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
+        # save before evaluating, because an evaluation can take long; after a skipped update nothing is new
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             results = ddp.evaluate(state, run, stop)
-            if results is None:  # a signal cut it short; the resumed run evaluates this step
+            if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
@@ -168,28 +170,28 @@ def main(argv: list[str] | None = None):
                 ddp.sample(state, run, step)
         if due.stopping or due.done:
             break
-        if due.saving:  # saves and evaluations do not count as training time
+        if due.saving:  # don't count saves and evaluations as training time
             log.restart_clock(samples)
 
         ramp, bp_steps, cycles = plan(step)
-        # the rate over time is in model.py; for another one, write it here
+        # for a schedule of your own, compute lr here
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
-        labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
-        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y is −1 where nothing is learned
+        labels = ddp.async_sum(count, world)  # labels of the step on all ranks; labels() waits for the sum
+        for micro_step, (x, y) in enumerate(batches):  # (B, T) each; y = −1 is ignored
             with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, y, bp_steps=bp_steps, cycles=cycles,
                                                 ponder_weight=ramp * PONDER_COST)
-                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
+                # the mean over all labels of the step; times world_size, because DDP averages over ranks
                 loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
         if not c.reaches_embedding(bp_steps, cycles):
-            model.embed.weight.grad = None  # no weight decay before it learns, as in HRM-Text
+            model.embed.weight.grad = None  # so that nothing decays it before it learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
-        stop.vote()  # whether a rank got a signal; the next step reads it
+        stop.vote()  # asks all ranks whether one got a signal; the next step reads the answer
         step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)

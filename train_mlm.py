@@ -1,17 +1,17 @@
-"""Trains a masked language model (ModernBERT's architecture), with one process or many.
+"""Train a masked language model (ModernBERT's architecture), with one process or many.
 
     torchrun --nproc_per_node=2 train_mlm.py                                # tiny, Python's own source
     torchrun --nproc_per_node=8 train_mlm.py --size base                    # 22 x 768, FineWeb-Edu
-    python train_mlm.py --list-presets                                      # and the command for each
+    python train_mlm.py --list-presets                                      # all presets with their commands
     torchrun --nproc_per_node=8 train_mlm.py --preset h200_8gpu_standard --data imdb
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
     python train_mlm.py --fill "import [MASK] as np"                        # the five likeliest tokens
-    python train_mlm.py --export                                            # a directory for transformers
+    python train_mlm.py --export                                            # convert for transformers
 
-Attention does not cross document boundaries. Training masks --mask-rate of the tokens; evaluation always
-masks the same 15 %.
+Attention does not cross document boundaries. Training masks --mask-rate of the tokens, different ones in each
+epoch. Evaluation always masks the same 15 %.
 """
 
 import sys
@@ -26,7 +26,7 @@ from cluster.dry_run import dry_run
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 from prepare.vocabulary import without_surrogates
 
-# Only `tiny` has been tuned, on two CPU cores. base and large have ModernBERT's shapes (arXiv 2412.13663).
+# Only `tiny` has been tuned (on two CPU cores). base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
 SIZES = {
     "tiny": dict(n_layer=4, n_head=2, d_model=128, ff=192, seq_len=128, global_batch=64, batch=32, lr=3e-3,
@@ -38,7 +38,8 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# Whole recipes: GPUs, use case, size and changes to it. The narrow ones are for learning how things work.
+# --preset: number of GPUs, use case, --size, and flags that replace those of the size. The narrow models are
+# for trying things out.
 NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
     "h200_8gpu_fast": (8, "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
@@ -54,7 +55,7 @@ PRESETS = {
     "8gpu_large": (8, "ModernBERT-large from scratch", "large", {}),
 }
 RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
-EVAL_RATE = 0.15
+EVAL_RATE = 0.15  # fraction of the tokens that evaluations mask
 BETAS = 0.9, 0.95
 
 
@@ -68,7 +69,7 @@ def parse_args(argv: list[str] | None = None) -> Command:
 
 
 def list_presets():
-    """--list-presets: prints all recipes and the command for each, once per node."""
+    """Print a table of the presets and a command for each. Only one process per node prints."""
     if local_rank() > 0:
         return
     print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
@@ -79,10 +80,10 @@ def list_presets():
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
               f"{length:>9} {row['lr']:6g}  {use}")
-        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: FineWeb-Edu
+        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: their FineWeb-Edu
         commands.append(f"torchrun --nproc_per_node={gpus} {sys.argv[0]} --preset {name}{source}")
-    print("\nThe narrow ones have the learning rate, warm-up and context of --size tiny, tuned for its width "
-          "of 128, the others\nthose of their size: --lr and --warmup change them.\n")
+    print("\nPresets up to width 24 use the learning rate, warm-up and context of --size tiny, which were "
+          "tuned for width 128.\nChange them with --lr, --warmup and --seq-len.\n")
     print(*commands, sep="\n")
 
 
@@ -95,20 +96,20 @@ def main(argv: list[str] | None = None):
         args = settle(command)
         return dry_run(MLM, args, mask_rate=args.mask_rate)
     world = start(command)  # joins the process group
-    # what is not given is as in the run that is resumed
+    # when a run is resumed, flags that are not given keep its values
     run = find_run(MLM, command, world, constants=globals())
-    # set run.metric (see ddp_utils.evaluate) or run.change_data here: --eval-only uses them, too
+    # set run.metric (see ddp_utils.evaluate) or run.change_data here, so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
 
-    # ------------------------------------------------------- data, what was saved, model, optimizers, log
+    # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run, mask_rate=run.args.mask_rate)
-    open_run(run)  # locks its directory, plans steps and batches
+    open_run(run)  # locks the run directory, plans steps and batches
     args, checkpoints = run.args, run.checkpoints
     tokenizer = dataset.tokenizer
     model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.dummy_inputs(run.batch, world.device, args.mask_rate)
-    modes = ddp.set_modes(model, run)  # precision, recomputing, compiling; before TrainState
+    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None):
     if ddp.is_complete(run, log, step):
         return
     state.warm_up(example)
-    stop = ddp.StopVote(world)  # after warm_up, which ends at once on Ctrl-C
+    stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
     masker = dataset.masker_class(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = dataset.masker_class(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
@@ -127,37 +128,37 @@ def main(argv: list[str] | None = None):
     # -------------------------------------------------------------------------------------------- training
     while True:
         due = ddp.due_after(step, run, log, stop)
-        if step % ddp.SYNC_EVERY == 0:  # and before each save
+        if step % ddp.SYNC_EVERY == 0:  # checkpoints.save checks it as well
             ddp.assert_in_sync(model)
-        # before the evaluation, which can take long; a skipped update is not worth a checkpoint of its own
+        # save before evaluating, because an evaluation can take long; after a skipped update nothing is new
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
             results = ddp.evaluate(state, run, stop, eval_masker)
-            if results is None:  # a signal cut it short; the resumed run evaluates this step
+            if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
         if due.stopping or due.done:
             break
-        if due.saving:  # saves and evaluations do not count as training time
+        if due.saving:  # don't count saves and evaluations as training time
             log.restart_clock(samples)
 
-        # the rate over time is in model.py; for another one, write it here
+        # for a schedule of your own, compute lr here
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)
-        labels = ddp.async_sum(count, world)  # of the step, over all ranks; labels() waits for the sum
+        labels = ddp.async_sum(count, world)  # labels of the step on all ranks; labels() waits for the sum
         for micro_step, (x, positions, y) in enumerate(batches):  # (B, T), (B, K), (B, K)
             with state.no_sync(micro_step < run.grad_accum - 1):
                 objective, sums = state.wrapped(x, positions, y)  # both are sums over labels
-                # the mean over all labels of the step; DDP averages over ranks, so multiply by their number
+                # the mean over all labels of the step; times world_size, because DDP averages over ranks
                 loss = objective * (world.world_size / labels().clamp(min=1))
                 state.scaler.scale(loss).backward()
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
         state.optimizer_step(lr, grad_norm)
-        stop.vote()  # whether a rank got a signal; the next step reads it
+        stop.vote()  # asks all ranks whether one got a signal; the next step reads the answer
         step, samples = step + 1, samples + run.global_batch
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
