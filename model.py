@@ -3,21 +3,22 @@
 Shapes in comments: B sequences, T tokens, C = d_model channels, H heads of D channels, F hidden units of the
 MLP, V rows of the embedding table. Two choices shape every layer:
 
-* Parameters stay in float32; `Linear` casts its weight to the dtype of its input. So mixed precision needs no
-  autocast, and gradients from several uses of a weight are summed in float32. (Autocast's weight cache sums
-  them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in older releases.)
+* Parameters stay in float32; `Linear` casts its weight to the dtype of its input. Mixed precision then needs
+  no autocast, and the gradients of a weight that is used several times are summed in float32. (Autocast's
+  weight cache sums them in bfloat16, breaks selective checkpointing, and lost gradients after no_grad in
+  older releases.)
 * Activation checkpointing wraps single blocks, never the recurrence, so recomputing cannot change the depth.
 
-In this file, and who calls it:
+Sections of this file, and what uses them:
 
     layers                     Linear, rotary positions, Block: the models
     how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
-    the loss                   linear_cross_entropy: forward of the models
-    what a model must provide  LanguageModel, CausalLM: the models
-    HRM, GPT-2, MLM            a trainer each
+    the loss                   linear_cross_entropy: each model's forward
+    what a model must provide  LanguageModel, CausalLM: base classes of the models
+    HRM, GPT-2, MLM            one trainer each
     optimizers and schedules   make_optimizers, learning_rate: the trainers
 
-Fast kernels are in ops/, for instance the summed loss.
+Fast kernels, such as the fused loss, are in ops/.
 """
 
 import contextlib
@@ -74,7 +75,9 @@ def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates channel pairs (i, i + D/2) of x (B, H, T, D) by the angles in rope (2, T, D/2), in float32."""
+    """Rotates the channel pairs (i, i + D/2) of x (B, H, T, D) by the angles in rope (2, T, D/2). Computes in
+    float32 and returns x's dtype.
+    """
     cos, sin = rope
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -82,8 +85,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 @functools.cache
 def compiled_once(function):
-    """Compiles a function only when it is first needed, because importing the compiler takes seconds. Each
-    shape gets its own graph, so that a resumed run uses the same graph for the same shape.
+    """Compiles a function when it is first needed, because importing the compiler takes seconds. Each shape
+    gets its own graph, so a resumed run uses the same graph for the same shape.
     """
     return torch.compile(function, dynamic=False)
 
@@ -91,7 +94,7 @@ def compiled_once(function):
 aten = torch.ops.aten
 # Selective checkpointing keeps the results of matrix products and attention and recomputes the rest.
 _KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.higher_order.flex_attention}
-# and where they have the probability of dropout
+# Attention kernels, and the position of the dropout probability among their arguments.
 _ATTENTION = {aten._scaled_dot_product_flash_attention.default: 3,
               aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
               aten._scaled_dot_product_efficient_attention.default: 5,
@@ -99,9 +102,9 @@ _ATTENTION = {aten._scaled_dot_product_flash_attention.default: 3,
 
 
 def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Whether selective checkpointing keeps the result of op(*args). With dropout, attention draws random
-    numbers. If its result were kept, recomputation would not draw them again, and what draws next would draw
-    otherwise than in the forward pass.
+    """Whether selective checkpointing keeps the result of op(*args). It recomputes attention that has
+    dropout: if it kept the result, recomputation would skip attention's random draws, and the next dropout
+    would draw other numbers than in the forward pass.
     """
     keeps = op in _KEPT
     if op in _ATTENTION:
@@ -109,14 +112,14 @@ def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-LONGEST_PLAIN = 4096  # tokens; beyond, torch's kernel takes less memory
+LONGEST_PLAIN = 4096  # tokens; for longer sequences torch's kernel takes less memory
 
 
 def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None = None,
                    after: int | None = None):
-    """The mask for tokens idx (B, T) in which position i of row b sees position j if sees(b, 0, i, j): a
-    BlockMask for FlexAttention, otherwise boolean (B, 1, T, T). `before` and `after` say how far it sees at
-    most (None: everywhere), which saves work.
+    """The attention mask for tokens idx (B, T): position i of row b sees position j if sees(b, 0, i, j).
+    Returns a BlockMask with `flex`, otherwise bool (B, 1, T, T). A position sees at most `before` positions
+    back and `after` positions ahead (None: no limit); ops/attention.py skips the rest.
     """
     B, T = idx.shape
     if flex:
@@ -137,13 +140,13 @@ class Block(nn.Module):
     checkpointing = "none"  # or "block": keep only the input; or "selective": also keep matrix products
     dropout = 0.0
     qk_norm = False
-    drops_attention = False  # whether `dropout` is also that of attention
-    cpu_attention = None  # on CPUs that of ops/ for bfloat16, see attend
-    flex_attention = None  # compiled when a GPU first needs it
+    drops_attention = False  # whether `dropout` also applies to attention probabilities
+    cpu_attention = None  # on CPUs the function of ops/ for bfloat16, see attend
+    flex_attention = None  # torch's function, compiled when a GPU first needs it
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None, mask=None,
                   cache=None) -> Tensor:  # a KVCache of weights/sampling.py
-        """Attention of q, k, v (B, T, C) in heads, causal without a mask; returns (B, T, C)."""
+        """Multi-head attention of q, k, v (B, T, C), causal without a mask; returns (B, T, C)."""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         if self.qk_norm:
             q, k = rms_norm(q, self.eps), rms_norm(k, self.eps)
@@ -154,10 +157,9 @@ class Block(nn.Module):
         return self.attend(q, k, v, mask).transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
-        """Attention over q, k, v (B, H, T, D). `mask` is a BlockMask, boolean with True where attention is
-        allowed, or of floats, which are added to the scores; without one attention is causal.
-        ops/attention.py has a faster kernel than torch's for boolean ones and
-        bfloat16 on CPUs.
+        """Attention over q, k, v (B, H, T, D); returns (B, H, T, D). `mask` is a BlockMask, or bool with True
+        where attention is allowed, or floats that are added to the scores. Without a mask, attention is
+        causal. On CPUs, bfloat16 without a float mask uses ops/attention.py, which is faster than torch.
         """
         is_causal = mask is None and q.size(2) > 1
         dropout = self.dropout if self.drops_attention and self.training else 0.0
@@ -180,18 +182,20 @@ class Block(nn.Module):
         if self.checkpointing == "selective":
             selective["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, checkpoint_policy)
-        block = updating_once(self) if [*self.buffers()] else self.block  # ours have none
+        block = updating_once(self) if [*self.buffers()] else self.block  # blocks in this file have none
         return checkpoint(block, x, *args, use_reentrant=False, **selective)
 
 
 def copied_buffers(module: nn.Module):
-    """A context in which the module has copies of its buffers, as they are now."""
+    """A context in which the module works on copies of its buffers, made when this is called."""
     copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
     return _reparametrize_module(module, copies, tie_weights=True)
 
 
 def updating_once(block: Block) -> Callable:
-    """block.block, whose second call, which recomputes, sees the buffers of the first and leaves them."""
+    """block.block for activation checkpointing: the first call updates the block's buffers. The second call,
+    which recomputes, starts from the same values and updates only copies.
+    """
     calls = [contextlib.nullcontext(), copied_buffers(block)]
 
     @torch.compiler.disable
@@ -211,19 +215,22 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """auto is bf16 if the hardware computes in it (CUDA from sm80, CPU with avx512_bf16), fp32 otherwise."""
+    """The dtype of --precision. `auto` means bf16 if the hardware computes in it (CUDA from sm80, CPU with
+    avx512_bf16), otherwise fp32.
+    """
     if precision == "auto":
         fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
                 else torch.cpu.get_capabilities().get("avx512_bf16", False))
         precision = "bf16" if fast else "fp32"
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return getattr(torch, names.get(precision, precision))  # checkpoints have torch's names
+    return getattr(torch, names.get(precision, precision))  # checkpoints store torch's names
 
 
 def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
                **compiling):
-    """Sets how a model computes on a device: with activations of `dtype`, which attention, what is recomputed
-    in the backward pass, and, if there are any options `compiling`, in compiled blocks.
+    """Sets how a model computes on a device: the dtype of its activations, its attention kernel, what it
+    recomputes in the backward pass (`checkpointing`, as in Block), and whether its blocks are compiled.
+    `compiling` has the options of torch.compile; without any, nothing is compiled.
     """
     model.compute_dtype = dtype
     model.compile_loss = bool(compiling) and device.type == "cuda"
@@ -242,17 +249,20 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
                          bias: Tensor | None = None, z_loss: float = 0.0, hits: bool = False,
                          compiled: bool = False, logits: Callable | None = None, reduction: str = "sum",
                          ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """For the logits hidden (…, C) · weightᵀ (C, V) + bias (V) and targets (…), returns the objective, the
-    loss and, with `hits`, whether each target has the largest logit, bool (…). The loss is the summed
-    cross-entropy in nats, detached. The objective, which is differentiated, adds z_loss · log² Z of each
-    target (PaLM, arXiv 2204.02311, uses 1e-4). With the `reduction` "sum" it is a scalar, with "none" that of
-    each target (…), for objectives that are no plain sum: weighted, clipped, of preferences. All are float32.
-    Targets below 0 are ignored; theirs is 0. Rows of `weight` from `vocab_size` on are padding and have
-    probability 0. `compiled` fuses the operations between the matrix products of ops/. `logits` makes other
-    logits (N, V) from rows of hidden (N, C). Memory does not grow with N · V. Raises ValueError for another
-    reduction.
+    """Cross-entropy of targets (…) under the logits hidden (…, C) · weightᵀ (C, V) + bias (V), without
+    holding the logits of all targets at once. Targets below 0 are ignored. Rows of `weight` from `vocab_size`
+    on are padding and get probability 0. Returns
+
+    * the objective, to differentiate: the cross-entropy in nats, plus z_loss · log² Z of each target (PaLM,
+      arXiv 2204.02311, uses z_loss 1e-4), float32. With `reduction` "sum" it is a scalar. With "none" it has
+      a value for each target (…), 0 where ignored, to build a weighted, clipped or preference loss from.
+    * the loss: the summed cross-entropy in nats, float32, detached.
+    * with `hits`, whether each target has the largest logit, bool (…); otherwise None.
+
+    `compiled` fuses the operations between the matrix products of ops/. `logits` is a function that replaces
+    them: rows of hidden (N, C) → logits (N, V). Raises ValueError for any other reduction.
     """
-    if reduction not in ("sum", "none"):  # a mean over a micro-batch would be divided twice
+    if reduction not in ("sum", "none"):  # the trainer would divide a mean by the number of labels again
         raise ValueError(f"reduction is {reduction!r}, but must be 'sum' or 'none'")
     if logits is None and reduction == "sum":
         objective, loss, correct = LinearCrossEntropy.apply(
@@ -273,7 +283,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
 
     rows = 4096 if hidden.is_cuda else 512
     chunks = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows))
-    parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]  # computes the logits again
+    # recomputes the logits in the backward pass
+    parts = [checkpoint(of_rows, h, y, use_reentrant=False) for h, y in chunks]
     objective, loss, *correct = (torch.cat(part).view(targets.shape) for part in zip(*parts))
     if reduction == "sum":
         objective = objective.sum()
