@@ -294,7 +294,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
 # -----------------------------------------------------------------------------------------------------------
 # What a model must provide
 
-VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # of padded_vocab rows
+VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # these have padded_vocab rows
 
 
 def pad_vocab(n: int) -> int:
@@ -312,33 +312,33 @@ DROPOUT = "probability of dropping an activation while training"
 
 @dataclass
 class ModelConfig:
-    vocab_size: int = 50257  # ids in use; the table has `padded_vocab` rows
+    vocab_size: int = 50257  # ids in use; the embedding table has `padded_vocab` rows
     padded_vocab: int = 50304
     seq_len: int = flag(1024, "context of the model: tokens in a row")
 
     @property
     def depth(self) -> int:
-        """Blocks that a token passes through, one after another."""
+        """Number of blocks that a token passes through, one after another."""
         return vars(self).get("n_layer", 0)
 
     def __post_init__(self):
-        if self.depth > 100_000:  # of which a step takes half a minute of Python alone
-            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours a step on "
-                            "any machine: lower --n-layer or the cycles, to 100,000 at most in all.")
+        if self.depth > 100_000:  # for these, Python alone takes half a minute per step
+            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours per step "
+                            "on any machine: lower --n-layer or the cycles to at most 100,000 blocks in all.")
         if self.padded_vocab < self.vocab_size:
-            raise UserError(f"a table of {self.padded_vocab} rows is too small for the {self.vocab_size} ids "
-                            "of the tokenizer: take another --tokenizer or --size.")
+            raise UserError(f"an embedding table of {self.padded_vocab} rows is too small for the "
+                            f"tokenizer's {self.vocab_size} ids: use another --tokenizer or --size.")
 
     @property
     def head_dim(self) -> int:
-        """Channels per head in a model with attention. Raises UserError if the number is not even."""
+        """Channels per attention head. Raises UserError unless it is an even integer."""
         if self.d_model % (2 * self.n_head):
-            raise UserError(f"--d-model {self.d_model} must be --n-head {self.n_head} times an even number.")
+            raise UserError(f"--d-model {self.d_model} must be a multiple of 2 x --n-head {self.n_head}.")
         return self.d_model // self.n_head
 
     def uses_flex(self, device: torch.device) -> bool:
-        """Whether `device` can run FlexAttention, which skips what a mask leaves out. This requires Triton,
-        head_dim ≥ 16 and, for head_dim > 64, more shared memory than GPUs before sm_80 have.
+        """Whether `device` can run FlexAttention, which skips the blocks that a mask excludes. It needs
+        Triton, head_dim ≥ 16 and, for head_dim > 64, more shared memory than GPUs before sm_80 have.
         """
         if device.type != "cuda" or self.head_dim < 16:
             return False
@@ -347,7 +347,9 @@ class ModelConfig:
 
 @dataclass
 class CausalConfig(ModelConfig):
-    """Configuration of a model that continues text or answers prompts; ids as in data.Dataset.marker_ids."""
+    """Configuration of a model that continues text or answers prompts. The ids are those of
+    data.Dataset.marker_ids; −1 means none.
+    """
 
     start: int = -1
     response: int = -1
@@ -356,14 +358,14 @@ class CausalConfig(ModelConfig):
 
 @dataclass
 class AttentionConfig(CausalConfig):
-    """Configuration of a model that calls CausalLM.mask."""
+    """Configuration of a model that builds its attention mask with CausalLM.mask."""
 
     attention: str | None = flag(None, "causal: a token sees all earlier ones of its row; isolated: those "
                                  "of its document; prefix: a prompt also sees all of itself (default: "
                                  "causal; with pairs prefix for the HRM, as published, and isolated for "
                                  "GPT-2, which has no prefix in other programs)",
                                  ("prefix", "isolated", "causal"))
-    OF_PAIRS: ClassVar[str] = "prefix"  # the default with pairs
+    OF_PAIRS: ClassVar[str] = "prefix"  # the default on pairs of prompt and response
 
     def __post_init__(self):
         super().__post_init__()
@@ -375,53 +377,54 @@ class LanguageModel(nn.Module):
     examples/train_recurrent.py.
 
     * `Config` is a dataclass that inherits ModelConfig, or CausalConfig if the model generates text. `config`
-      is an instance of it. Fields made by `flag` are flags of the trainer. Only a model that calls
-      CausalLM.mask inherits AttentionConfig, which adds --attention.
+      is an instance of it. Fields made with `flag` become flags of the trainer. Inherit AttentionConfig,
+      which adds --attention, only if the model calls CausalLM.mask.
     * The constructor initialises all parameters. It runs on each rank with parameters on the meta device, and
-      on rank 0 once more with real ones. Therefore no buffer may be made from a parameter, and no parameter
-      may have two names. A buffer that is not persistent is not saved, so it must be the same in every run.
-    * `forward` may update persistent buffers while training, such as running means. All ranks must do so
-      alike: let it sum over them what it adds, with dist.all_reduce where dist.is_initialized(). Throw-away
-      passes before the first step, recomputation and evaluation leave buffers as they were.
-    * `forward(idx)` returns logits (B, T, vocab_size) for tokens idx (B, T), int64. With targets (B, T), as
-      the loader yields them, it returns the objective, which is differentiated, and a dictionary of detached
-      scalars, which includes `loss` in nats. All are sums over the targets that count, those ≥ 0. The log
-      shows the scalars per target, as NAME and val_NAME (not labels, bytes, samples, correct, exact, accuracy
-      or bits_per_byte, which evaluations have themselves). With `per_token` the objective of each target
-      (B, T) stands in place of its sum. CausalLM implements `forward` for models with `hidden` and
-      `head_weight`.
+      on rank 0 once more with real ones. So don't compute a buffer from a parameter, and don't give a
+      parameter two names. A non-persistent buffer is not saved, so it must be the same in every run.
+    * `forward` may update persistent buffers, such as running means, while training. All ranks must make the
+      same update: sum what they add with dist.all_reduce if dist.is_initialized(). Warm-up before the first
+      step, recomputation and evaluation restore the buffers afterwards.
+    * `forward(idx)` returns logits (B, T, vocab_size) for tokens idx (B, T), int64.
+      `forward(idx, targets)` with targets (B, T), as the loader yields them, returns the objective to
+      differentiate and a dictionary of detached scalars, including `loss` in nats. All are sums over the
+      targets ≥ 0. The log divides the scalars by the number of targets and shows them as NAME and val_NAME.
+      Don't use the names labels, bytes, samples, correct, exact, accuracy or bits_per_byte, which evaluations
+      fill themselves. With `per_token` the objective is not summed: it has a value per target (B, T).
+      CausalLM implements `forward` for models with `hidden` and `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
-    * Only layers that inherit `Block` and define `block` are compiled, recomputed (--checkpoint-activations),
-      sharded one by one, and their matrices (also an nn.Embedding) trained by Muon. A Block uses only its
-      parameters, buffers and arguments, and draws only from torch's global generator, which each step seeds.
-      No parameter has 0 dimensions.
+    * Let layers inherit `Block` and define `block`: only these are compiled, recomputed
+      (--checkpoint-activations) and sharded one by one, and Muon trains only their matrices (including an
+      nn.Embedding). A Block uses only its parameters, buffers and arguments, and draws random numbers only
+      from torch's global generator, which each step seeds. No parameter has 0 dimensions.
     * Activations have the dtype `compute_dtype`, set by --precision. Parameters are always float32, so layers
       cast them, as `Linear` does.
     * `embed.weight` is the embedding table; `head.weight` is the output head, unless it is tied. Both are
       (padded_vocab, C). They can have their own learning rate, and --init-from adds rows to them for new ids.
     * `dummy_inputs(batch, device)` returns arguments of `forward` with which every parameter gets a gradient.
-      On the meta device, --dry-run counts the memory of `forward`, and loggers/mfu.py its matrix products.
+      With the meta device, --dry-run uses them to measure the memory of `forward`, and loggers/mfu.py to
+      count its FLOPs.
     * To generate text, a model needs `head_weight` (V, C) and `hidden(idx, cache=None)`, which returns the
-      states (B, T, C) that the head reads. The tokens idx follow those in the KVCache of
-      weights/sampling.py: T in the first call, then one per call.
+      states (B, T, C) that the head reads. With a cache, the KVCache of weights/sampling.py, idx has only the
+      tokens that follow those in it: T in the first call, then one per call.
 
     A custom optimizer must create its whole state in its first step, even if the learning rate and the
     gradients are 0, because restoring a checkpoint relies on it. Its groups have `lr` and may have `scale`.
-    A checkpoint holds tensors, numbers and texts of self.state[p], and those of a parameter group that the
-    optimizer itself has changed.
+    A checkpoint saves the tensors, numbers and strings in self.state[p], and those in a parameter group that
+    the optimizer itself has changed.
     """
 
     compute_dtype = torch.float32
-    compile_loss = False  # on GPUs, fuse the operations between the loss's matrix products
-    z_loss = 0.0  # weight of log² Z of each label in the objective
+    compile_loss = False  # fuse the operations between the loss's matrix products (GPUs only)
+    z_loss = 0.0  # weight of log² Z in the objective, see linear_cross_entropy
 
 
 class CausalLM(LanguageModel):
     """What HRM and GPT2 share: attention masks, loss and generation."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, per_token: bool = False):
-        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of `loss`,
-        `per_token` with the reduction "none".
+        """Returns the logits (B, T, vocab_size) of idx (B, T). Given targets (B, T), returns the result of
+        `loss` instead, which `per_token` calls with the reduction "none".
         """
         x = self.hidden(idx)
         if per_token:
@@ -429,20 +432,20 @@ class CausalLM(LanguageModel):
         return self.logits(x) if targets is None else self.loss(x, idx, targets)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (…, vocab_size) of states (…, C), without those of padding. One of your own is called
-        for some rows (N, C) at a time, and again in the backward pass.
+        """The logits (…, vocab_size) of states (…, C), without padding. An override gets a part of the rows
+        (N, C) per call, and each part again in the backward pass.
         """
         return F.linear(hidden, self.head_weight.to(hidden.dtype))[..., :self.config.vocab_size]
 
     @property
     def own_logits(self) -> Callable | None:
-        """`logits` where it is not the one above, which the losses need not call."""
+        """`logits` if it is overridden, otherwise None: the loss then uses the faster kernel of ops/."""
         return None if getattr(self.logits, "__func__", None) is CausalLM.logits else self.logits
 
     def mask(self, idx: Tensor, cache, flex: bool = True):
-        """The mask for tokens idx (B, T) in Block.attend, or None. With `isolated`, a token sees itself and
-        the earlier tokens of its document. With `prefix`, prompt tokens (from the start through <|response|>)
-        also see the whole prompt.
+        """The mask of tokens idx (B, T) for Block.attend, or None for plain causal attention. With `isolated`
+        attention, a token sees itself and the earlier tokens of its document. With `prefix`, prompt tokens
+        (from the start token through <|response|>) also see the whole prompt.
         """
         c = self.config
         if c.attention == "causal" or cache and cache.length:  # a generated token sees the whole cache
@@ -458,31 +461,34 @@ class CausalLM(LanguageModel):
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor,
              reduction: str = "sum") -> tuple[Tensor, dict[str, Tensor]]:
-        """For states (B, T, C) and targets (B, T), returns the objective, with the reduction "none" that of
-        each target (B, T), and detached sums. Targets below 0 do not count. The sums are `loss` in nats and,
-        when evaluating pairs, the number of `samples` and how many of them are `exact`: all their targets
-        have the largest logit. An override without `reduction` cannot be called with `per_token`.
+        """Returns the objective for states (B, T, C) and targets (B, T), and a dictionary of detached sums.
+        Targets below 0 are ignored. The objective is a scalar, or with the reduction "none" has a value for
+        each target (B, T). The sums are `loss` in nats and, when evaluating pairs, the number of `samples`
+        and how many of them are `exact`: every target of the sample has the largest logit. An override that
+        does not take `reduction` works, but not with `per_token`.
         """
         c = self.config
         hits = c.response >= 0 and not self.training
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
             compiled=self.compile_loss, logits=self.own_logits, reduction=reduction)
-        loss.in_nats = True  # per token, see ddp_utils.evaluate
+        loss.in_nats = True  # so evaluations can report bits per byte
         sums = {"loss": loss}
         if hits:
             number, _, _ = document_bounds(idx, c.start, c.response)
             learned = targets >= 0
             wrong = (learned & ~correct).float()
-            # of each document in a row, of which there are at most T + 1
+            # (B, T + 1): wrong targets of each document; a row has at most T + 1 documents
             mistakes = wrong.new_zeros(len(idx), idx.size(1) + 1).scatter_add_(1, number, wrong)
-            samples = learned & (idx == c.response)  # one position for each
+            samples = learned & (idx == c.response)  # one position per sample
             exact = samples & (mistakes.gather(1, number) == 0)
             sums |= {"samples": samples.sum(), "exact": exact.sum()}
         return objective, sums
 
     def decode(self, idx: Tensor, cache) -> Tensor:
-        """Adds the new tokens idx (B, T) to the cache; returns the logits (B, vocab_size) after the last."""
+        """Adds new tokens idx (B, T) to the cache. Returns the logits (B, vocab_size), float32, for the token
+        that follows the last one.
+        """
         x = self.hidden(idx, cache)[:, -1]
         cache.length, cache.slot = cache.length + idx.size(1), 0
         return self.logits(x).float()

@@ -1208,7 +1208,7 @@ def test_flops_are_counted_in_attention_of_any_kind():
 
 
 @pytest.mark.parametrize("config, message", [
-    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "times an even number"),
+    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "--n-head"),
     ({"vocab_size": 65}, "64 rows .* 65 ids")], ids=str)
 def test_impossible_shapes_are_refused(config, message):
     with pytest.raises(UserError, match=message):

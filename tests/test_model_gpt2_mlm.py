@@ -961,7 +961,7 @@ def test_flops_are_those_of_a_formula(trainer, size, changes, example, expected)
 
 @pytest.mark.parametrize("build", [gpt2, mlm])
 @pytest.mark.parametrize("config, message", [
-    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "times an even number"),
+    ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "--n-head"),
     ({"vocab_size": 65}, "64 rows .* 65 ids")], ids=str)
 def test_impossible_shapes_are_refused(build, config, message):
     with pytest.raises(UserError, match=message):

@@ -353,7 +353,7 @@ def test_freed_memory_is_kept_for_the_next_tensors():
     (train_hrm, ("--n-layer", "100000000")), (train_gpt2, ("--n-layer", "100000000")),
     (train_mlm, ("--n-layer", "100000000"))])
 def test_a_depth_that_takes_hours_is_refused_at_once(module, flags, shards, tmp_path):
-    with pytest.raises(UserError, match="a token would pass through [0-9,]+ blocks, which takes hours"):
+    with pytest.raises(UserError, match="[0-9,]+ blocks.*--n-layer.*100,000"):
         module.main([*flags, "--data", str(shards), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
