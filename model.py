@@ -504,11 +504,11 @@ class CausalLM(LanguageModel):
 
 
 def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
-    """'2:5' → (2, 5), and '5' → (5, 5). Raises UserError."""
+    """Parses '2:5' as (2, 5) and '5' as (5, 5). Raises UserError if it is neither, or below `lowest`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not lowest <= low <= high:
-        raise UserError(f"{flag} {text} is neither a number from {lowest} on nor a range such as {lowest}:5.")
+        raise UserError(f"{flag} {text}: give a number of {lowest} or more, or a range such as {lowest}:5.")
     return low, high
 
 
@@ -558,32 +558,34 @@ class HRMConfig(AttentionConfig):
         return self.eval_cycles or self.cycles * (2 if self.least_cycles else 1)
 
     def kept_calls(self, bp_steps: int | None, cycles: int) -> list[tuple[int, int]]:
-        """For each cycle, the number of calls of L (its last ones) and of H that keep a graph."""
+        """How many calls of L and of H to backpropagate through, as a pair (L, H) for each of `cycles`
+        cycles. In a cycle, these are the last calls of L.
+        """
         calls = self.l_cycles + 1
         whole = min(self.bp_cycles, cycles)
         if whole and not self.halt:
             return [(0, 0)] * (cycles - whole) + [(self.l_cycles, 1)] * whole
         bp_steps = min(whole * calls or bp_steps or cycles * calls, cycles * calls)
-        if self.halt:  # any cycle can be the last, so each one keeps what the last one would
+        if self.halt:  # any cycle can be the last, so each keeps as many calls as the last would
             return [(min(bp_steps - 1, self.l_cycles), 1)] * cycles
         h_left = min(cycles, bp_steps - 1)
         l_left = bp_steps - h_left
         kept = []
-        for later in reversed(range(cycles)):  # the number of cycles that follow
+        for later in reversed(range(cycles)):  # number of cycles after this one
             l_kept = min(max(l_left - later * self.l_cycles, 0), self.l_cycles)
             kept.append((l_kept, int(later < h_left)))
         return kept
 
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
-        """Whether the graph of `cycles` cycles gives the embedding table a gradient."""
-        _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # z_H = x enters the first cycle
+        """Whether the embedding table gets a gradient when `cycles` cycles run (None: the most)."""
+        _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # x enters as z_H of the first cycle
         return self.inject_input or h_kept > 0
 
 
 class HRMBlock(Block):
     """Pre-norm block without biases: RMSNorm without parameters, gated attention (causal by default) with
-    RoPE, SwiGLU. With `qk_norm`, queries and keys have norm sqrt(head_dim), as Henry et al. (2020, arXiv
-    2010.04245) propose with another scale.
+    RoPE, and SwiGLU. With `qk_norm`, queries and keys are scaled to norm sqrt(head_dim); Henry et al. (2020,
+    arXiv 2010.04245) use another scale.
     """
 
     def __init__(self, c, zero_init: bool, qk_norm: bool = False):
@@ -595,7 +597,7 @@ class HRMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.gqkv, self.attn_out, self.gate_up, self.down):
             init_normal(layer.weight, layer.in_features ** -0.5)  # LeCun normal
-            if zero_init and layer in (self.attn_out, self.down):  # which add to the residual stream
+            if zero_init and layer in (self.attn_out, self.down):  # these add to the residual stream
                 nn.init.zeros_(layer.weight)
 
     def block(self, x: Tensor, rope: Tensor, mask=None, cache=None) -> Tensor:
@@ -627,11 +629,10 @@ class HRM(CausalLM):
         repeat h_cycles times:  (repeat l_cycles times:  z_L = L(z_L + z_H));  z_H = H(z_H + z_L)
         logits = head(z_H)
 
-    Backpropagation is truncated. As in the paper, `bp_steps` stack calls keep a graph: up to bp_steps − 1 are
-    the last calls of H, and the rest, at least one, are the last calls of L. With `bp_cycles`, the last
-    `bp_cycles` whole cycles keep a graph instead. With `halt`, the output is the mean of each token's z_H
-    over all cycles, weighted by halting probabilities (adaptive computation time, Graves 2016, arXiv
-    1603.08983).
+    Backpropagation is truncated. As in the paper, it goes through `bp_steps` stack calls: the last calls of
+    H, at most bp_steps − 1, and for the rest the last calls of L. With `bp_cycles`, it goes through all calls
+    of the last `bp_cycles` cycles instead. With `halt`, the output for each token is the mean of its z_H over
+    all cycles, weighted by halting probabilities (adaptive computation time, Graves 2016, arXiv 1603.08983).
     """
 
     Config = HRMConfig
@@ -647,7 +648,7 @@ class HRM(CausalLM):
         if c.halt:
             self.halt = Linear(c.d_model, 1)
             nn.init.zeros_(self.halt.weight)
-            nn.init.constant_(self.halt.bias, -3.0)  # starting at 0 or above traps most runs at one cycle
+            nn.init.constant_(self.halt.bias, -3.0)  # from 0 or above, most runs stay at one cycle
         z_l = torch.empty(c.d_model)
         init_normal(z_l, 1.0)
         self.register_buffer("z_l_init", z_l)
@@ -660,17 +661,17 @@ class HRM(CausalLM):
     def forward(self, idx: Tensor, targets: Tensor | None = None, bp_steps: int | None = None,
                 ponder_weight: float = 0.0, fixed_depth: bool = False, cycles: int | None = None,
                 per_token: bool = False):
-        """Returns logits (B, T, vocab_size) of idx (B, T), or given targets (B, T) the result of
-        CausalLM.loss, `per_token` with the reduction "none". The sums then include the `cycles` run, and with
-        `halt` the `ponder` cost, which also enters the objective. bp_steps None means no truncation. `cycles`
-        overrides the configuration.
+        """Returns the logits (B, T, vocab_size) of idx (B, T). Given targets (B, T), returns the result of
+        CausalLM.loss instead, which `per_token` calls with the reduction "none". Its sums then include the
+        number of `cycles` run and, with `halt`, the `ponder` cost, which the objective adds times
+        ponder_weight. bp_steps None means no truncation. `cycles` overrides the configuration.
         """
         z, ponder, cycles = self.recurrence(idx, bp_steps, fixed_depth=fixed_depth, cycles=cycles)
         if targets is None:
             return self.logits(z)
         loss = functools.partial(self.loss, reduction="none") if per_token else self.loss
         objective, sums = loss(z, idx, targets)
-        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient anyway
+        if not self.config.reaches_embedding(bp_steps, cycles):  # DDP needs a gradient for each parameter
             objective = objective + 0.0 * self.embed.weight[0, 0]
         sums["cycles"] = cycles * (targets >= 0).sum()
         if self.config.halt:
@@ -681,8 +682,9 @@ class HRM(CausalLM):
 
     def recurrence(self, idx: Tensor, bp_steps: int | None = None, cache=None, fixed_depth: bool = False,
                    cycles: int | None = None) -> tuple[Tensor, Tensor, int]:
-        """Runs the recurrence on idx (B, T). Returns the state for the head (B, T, C), the ponder cost per
-        token (B, T) and the number of cycles run. With `fixed_depth`, all run, without asking other ranks.
+        """Runs the recurrence on idx (B, T). Returns the states for the head (B, T, C), the ponder cost per
+        token (B, T) and the number of cycles run. With `fixed_depth`, all cycles run and no rank is asked
+        whether its tokens have halted.
         """
         c = self.config
         cycles = cycles or (c.cycles if self.training else c.used_cycles)
@@ -715,10 +717,10 @@ class HRM(CausalLM):
             yield z_h
 
     def halting_weight(self, z_h: Tensor, remaining: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """Returns the weight (B, T) of this cycle in the output and the mass left for later cycles. The
-        weight is p = sigmoid(halt(z_H)) while that leaves at least 1 %, then all that remains. The ponder
-        cost is the sum of the mass left after each cycle: the expected cycles beyond the first. Every p
-        lowers it.
+        """Returns the weight of this cycle in the output and the halting mass left for later cycles, (B, T)
+        each. The weight is p = sigmoid(halt(z_H)). In the last cycle, or if p would leave less than 1 %, it
+        is all the mass that remains. The ponder cost, the sum of the mass left after each cycle, is then the
+        expected number of cycles beyond the first.
         """
         p = self.halt(z_h.float()).squeeze(-1).sigmoid()
         weight = torch.where((remaining - p < 0.01) | last, remaining, p)
@@ -726,8 +728,8 @@ class HRM(CausalLM):
 
     def everyone_halted(self, remaining: Tensor) -> bool:
         """Whether no token on any rank needs another cycle. All ranks decide together, because under FSDP a
-        rank that runs one cycle more would wait for the others forever. An extra cycle has weight 0, so no
-        effect, but for the rounding of gradients.
+        rank that ran one more cycle would wait for the others forever. For tokens that have halted, a further
+        cycle has weight 0 and changes only the rounding of gradients.
         """
         left = remaining.detach().max()
         if dist.is_initialized():
@@ -747,7 +749,7 @@ class HRM(CausalLM):
 # GPT-2 (Radford et al., 2019), or with `modern` a transformer of HRMBlocks
 
 
-MODERN_THETA = 10000.0  # of rotary positions
+MODERN_THETA = 10000.0  # RoPE base with --modern
 
 
 @dataclass
@@ -764,7 +766,7 @@ class GPT2Config(AttentionConfig):
 
     @property
     def ff(self) -> int:
-        """Hidden units of the MLP: 4 C, of a modern one 8/3 C, up to a multiple of 128."""
+        """Hidden units of the MLP: 4 C, or with `modern` 8/3 C rounded up to a multiple of 128."""
         return math.ceil(self.d_model / 48) * 128 if self.modern else 4 * self.d_model
 
 
@@ -795,8 +797,8 @@ class GPT2Block(Block):
 
 
 class GPT2(CausalLM):
-    """GPT-2: learned positions and a head tied to the embedding. `modern` has neither, but rotary positions,
-    a head of its own, and embeddings of variance 1, like the HRM.
+    """GPT-2, with learned positions and a head tied to the embedding. With `modern`, it has rotary positions,
+    an untied head, and embeddings of variance 1, like the HRM.
     """
 
     Config = GPT2Config
@@ -862,15 +864,16 @@ class MLMConfig(ModelConfig):
 
 
 class MLMBlock(Block):
-    """Pre-norm block without biases: bidirectional attention with RoPE, local or global, and GeGLU. Dropout
-    is where Hugging Face has it, except in attention, because FlexAttention has none.
+    """Pre-norm block without biases: bidirectional attention with RoPE, local or global, and GeGLU. It has
+    dropout in the same places as Hugging Face's ModernBERT, except in attention, because FlexAttention has
+    none.
     """
 
     def __init__(self, c: MLMConfig, index: int):
         super().__init__()
         self.head_dim, self.dropout = c.head_dim, c.dropout
         self.is_local = index % c.global_every > 0
-        # the embedding is normalized already
+        # the first block needs no norm, because the embedding is already normalized
         self.attn_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False) if index else nn.Identity()
         self.mlp_norm = LayerNorm(c.d_model, eps=c.norm_eps, bias=False)
         self.qkv = Linear(c.d_model, 3 * c.d_model, bias=False)
@@ -879,11 +882,13 @@ class MLMBlock(Block):
         self.down = Linear(c.ff, c.d_model, bias=False)
         for layer in (self.qkv, self.gate_up):
             init_normal(layer.weight, 0.02)
-        for layer in (self.attn_out, self.down):  # which add to the residual stream
+        for layer in (self.attn_out, self.down):  # these add to the residual stream
             init_normal(layer.weight, 0.02 / math.sqrt(2 * c.n_layer))
 
     def block(self, x: Tensor, rope: Tensor, mask) -> Tensor:
-        """x (B, T, C); the mask is boolean (B, 1, T, T), True where attention is allowed, or a BlockMask."""
+        """Returns x (B, T, C) after the block. `mask` is bool (B, 1, T, T), True where attention is allowed,
+        or a BlockMask.
+        """
         q, k, v = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)  # (B, T, C) each
         y = self.attn_out(self.attention(q, k, v, rope, mask))
         x = x + self.dropped(y)
@@ -892,7 +897,7 @@ class MLMBlock(Block):
 
 
 class MLM(LanguageModel):
-    """An encoder that fills masks. A token attends only to its own document; documents start with `eot`."""
+    """An encoder that fills masks. Tokens attend only within their document; documents start with `eot`."""
 
     Config = MLMConfig
 
@@ -912,13 +917,13 @@ class MLM(LanguageModel):
 
     def forward(self, idx: Tensor, positions: Tensor | None = None, labels: Tensor | None = None,
                 per_token: bool = False):
-        """Returns logits (B, T, vocab_size) of idx (B, T). Given masked positions (B, K), int64, and labels
-        (B, K), returns the objective, or `per_token` that of each label (B, K), and detached sums instead:
-        `loss` in nats and, in evaluation, the number of `correct` labels. These use only the masked
-        positions. Labels below 0 do not count.
+        """Returns the logits (B, T, vocab_size) of idx (B, T). Given masked positions (B, K), int64, and
+        labels (B, K), returns the objective at those positions and a dictionary of detached sums instead. The
+        objective is a scalar, or with `per_token` has a value for each label (B, K). The sums are `loss` in
+        nats and, in evaluation, the number of `correct` labels. Labels below 0 are ignored.
         """
         c, x = self.config, self.hidden(idx)
-        if positions is not None:  # picks whole rows, so that backward sorts B · K indices, not B · K · C
+        if positions is not None:  # select whole rows: backward then sorts B · K indices instead of B · K · C
             first = torch.arange(len(idx), device=idx.device)[:, None] * idx.size(1)
             x = x.flatten(0, 1).index_select(0, (first + positions).flatten()).view(*positions.shape, -1)
         x = self.head_norm(F.gelu(self.head_dense(x)))
@@ -933,7 +938,7 @@ class MLM(LanguageModel):
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
-        # for global and local layers
+        # RoPE table and mask, first of global layers, then of local ones
         tables = list(zip(self.rope[:, :, :idx.size(1)], self.attention_masks(idx)))
         x = self.embed_norm(self.embed(idx).to(self.compute_dtype))
         x = F.dropout(x, self.config.dropout, self.training)
@@ -942,7 +947,7 @@ class MLM(LanguageModel):
         return self.norm(x)
 
     def attention_masks(self, idx: Tensor) -> list:
-        """Masks of tokens idx (B, T) in global and in local layers; see MLMBlock.block."""
+        """The masks of tokens idx (B, T) for global and for local layers, as MLMBlock.block takes them."""
         c = self.config
         document = (idx == c.eot).cumsum(dim=1)  # (B, T)
 
@@ -973,21 +978,22 @@ def num_params(model: nn.Module) -> int:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that Muon trains: all matrices of all blocks."""
+    """The parameters that Muon trains: all trainable matrices of all blocks."""
     return [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad]
 
 
 def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, float],
                     weight_decay: float, vocab_lr: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Fused AdamW, AdamAtan2, or `muon`: Muon for the matrices of each Block, AdamW for the rest. Weight
-    decay applies to matrices only; an HRM without `halt` has no other parameters. `scale` multiplies a
-    group's learning rate: vocab_lr for embedding table and head. Raises UserError if Muon gets no matrices.
+    """Returns the optimizers of --optimizer `name`: `adamw` (fused), `adam-atan2`, or `muon`, which trains
+    the matrices of each Block with Muon and everything else with AdamW. Weight decay applies to matrices
+    only. A group learns at lr times its `scale`, which is vocab_lr for the embedding table and the head and 1
+    otherwise. Raises UserError if Muon gets no matrices.
     """
     hidden = dict.fromkeys(hidden_matrices(model)) if name == "muon" else {}
     if name == "muon" and not hidden:
-        raise UserError("--optimizer muon is for the matrices of blocks, and no layer of "
-                        f"{type(model).__name__} inherits Block of model.py: let its layers do so, or use "
-                        "--optimizer adamw.")
+        raise UserError("--optimizer muon trains the matrices of blocks, and no layer of "
+                        f"{type(model).__name__} inherits Block from model.py: let its layers inherit it, "
+                        "or use --optimizer adamw.")
     groups = {}
     for key, p in model.named_parameters():
         if p.requires_grad and p not in hidden:
@@ -1000,7 +1006,7 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
         adam = AdamAtan2
     optimizers = [adam(groups.values(), lr=lr, betas=betas)]
     if hidden:
-        # scaled to the size of AdamW's updates, so that one learning rate serves both (arXiv 2502.16982)
+        # scales updates to the size of AdamW's, so that both can use one learning rate (arXiv 2502.16982)
         optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
     return optimizers
@@ -1008,10 +1014,10 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,
                   min_ratio: float, decay: float = 0.2) -> float:
-    """The learning rate of a step, counted from 0. Warm-up is linear, over `warmup` steps or, if below 1,
-    that fraction of all steps. `cosine`, `constant` or `wsd` follows; `wsd` is constant, then falls linearly
-    over the last part, `decay`, of the steps after the warm-up. The last step of `cosine` and `wsd` has the
-    rate lr · min_ratio.
+    """The learning rate of a step, counted from 0. Warm-up is linear and takes `warmup` steps, or if below 1
+    that fraction of all steps. Then comes the schedule: `constant`, `cosine`, or `wsd`, which stays constant
+    and falls linearly over the last fraction `decay` of the steps after the warm-up. `cosine` and `wsd` end
+    at lr · min_ratio.
     """
     if schedule != "constant" and step >= steps - 1:
         return lr * min_ratio
