@@ -4,21 +4,22 @@
     python data.py prepare --dataset 'text:books/*.txt' --tokenizer bpe:16384
     python data.py prepare --dataset wikipedia-es --tokenizer gpt2 --max-tokens 2B
     python data.py info   shards/stdlib-bpe4096        # what is in it
-    python data.py verify shards/stdlib-bpe4096        # all bytes against their checksums
-    python data.py peek   shards/stdlib-bpe4096        # a few rows as text
+    python data.py verify shards/stdlib-bpe4096        # compare all bytes with their checksums
+    python data.py peek   shards/stdlib-bpe4096        # print a few rows as text
 
-These commands, and all that makes shards of a text, are in prepare/; here is what reads them. A shard is a
-header followed by an array (the format of llm.c and modded-nanogpt); it is memory-mapped. `prepare` can be
-killed at any time: the manifest lists the finished shards and where they end in the source. The order of
+prepare/ implements these commands and writes the shards; this file reads them. A shard is a header followed
+by an array of tokens (the format of llm.c and modded-nanogpt), and is memory-mapped. `prepare` can be killed
+at any time, because the manifest lists the finished shards and where they end in the source. The order of
 samples is a pure function of seed and position on any number of ranks, so a checkpoint stores only the number
-of samples consumed. Only the reader imports torch, so `prepare` starts five times faster.
+of samples consumed. Functions import torch only where they need it, so that `prepare` starts five times
+faster.
 
-In this file, and who calls it:
+Sections of this file, and what uses them:
 
-    shards    write_atomically, open_shard, read_manifest: prepare/ and what reads
-    order     shuffled, Masker: the Loader, train_mlm
+    shards    write_atomically, open_shard, read_manifest: prepare/ and the reading section
+    order     shuffled, Masker: Loader, train_mlm
     reading   Dataset, Loader, validation_batches: the trainers and ddp_utils
-    batches   plan_batch: how a global batch is divided over ranks: cli/run.py
+    batches   plan_batch: cli/run.py, to divide a global batch over ranks
 """
 
 import contextlib
@@ -44,28 +45,30 @@ from prepare.vocabulary import Vocabulary
 
 # -----------------------------------------------------------------------------------------------------------
 # Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
-# Each machine that torch has a build for is little-endian.
+# All machines that PyTorch has builds for are little-endian.
 
 HEADER_BYTES = 1024
-# of a damaged file: with its manifest there, `prepare` would say that it is prepared
-WAY_BACK = "copy it, or delete its directory and prepare it again."
-FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+# What to do about a damaged file. `prepare` does nothing while the directory has its manifest.
+WAY_BACK = "copy it again, or delete its directory and prepare it again."
+FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic and version
 
 
 def fsync_directory(path: Path):
     """Makes a rename in this directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # CIFS, VirtualBox and SMB in WSL sync no directories
+    with contextlib.suppress(OSError):  # CIFS, VirtualBox and SMB in WSL cannot sync a directory
         os.fsync(descriptor)
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """A file to write that replaces `path` at the end: readers see all or nothing, even after a crash."""
+    """A context with a file to write. It replaces `path` when the context ends, so readers see the old file
+    or the whole new one, even after a crash.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        temporary.unlink(missing_ok=True)  # it could be a link to a file elsewhere
+        temporary.unlink(missing_ok=True)  # otherwise a link there could make us write elsewhere
         with open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -79,8 +82,8 @@ def replacing(path: Path):
 
 
 def lock_file(file, when_held) -> str:
-    """Locks an open file for this process until it is closed. If another process holds it, calls when_held(),
-    which may raise, and waits. Returns "", or why the file system has no locks.
+    """Locks an open file for this process until the file is closed. If another process holds the lock, calls
+    when_held(), which may raise, and then waits. Returns "", or if the file system has no locks its error.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,9 +98,9 @@ def lock_file(file, when_held) -> str:
 
 
 def why_not_made(directory: Path, error: OSError) -> str:
-    """Why a directory cannot be made: the system's reason, or the link to nothing that leads to it."""
+    """Why a directory cannot be made: a dangling link in its path, or else the system's reason."""
     for path in (directory, *directory.parents):
-        if os.path.islink(path) and not os.path.exists(path):  # which, unlike Path's, raise nothing
+        if os.path.islink(path) and not os.path.exists(path):  # Path's methods would raise here
             return f"{path} is a link to {os.readlink(path)}, which is not there"
     return error.strerror
 
@@ -109,13 +112,14 @@ def write_atomically(path: Path, *chunks):
             file.writelines(chunks)
     except OSError as error:
         raise RetryableError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
-                             "place, and run the same command again.")
+                             "directory, and run the same command again.")
 
 
 def map_file(file) -> mmap.mmap | bytes:
-    """The content of an open file, read into memory where its file system cannot map it (some FUSE)."""
+    """The content of an open file: memory-mapped, or read if its file system cannot map files (some FUSE)."""
     try:
-        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)  # fewer can map it as shared
+        # private, because fewer file systems support shared mappings
+        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
@@ -134,18 +138,19 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"{path} cannot be read ({reason}): {WAY_BACK}")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
-        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. A file "
-                        "of nanoGPT becomes one in an existing directory x with python -c \"import numpy; "
+        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. To "
+                        "convert a nanoGPT file, make a directory x and run python -c \"import numpy; "
                         "from pathlib import Path; from prepare.packing import write_shard; write_shard("
                         "Path('x/train_000000.bin'), [numpy.fromfile('train.bin', 'uint16')], 'uint16')\", "
-                        "and val.bin as x/val_000000.bin.")
-    expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
+                        "and likewise for val.bin with x/val_000000.bin.")
+    expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize  # bytes
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: {WAY_BACK}")
     return np.frombuffer(content, dtype, offset=HEADER_BYTES)
 
 
 def check_types(part: dict, **types: type):
+    """Raises ValueError or KeyError unless `part` has these names with values of these types."""
     for name, expected in types.items():
         if not isinstance(part[name], expected):
             raise ValueError(f"{name} is of the wrong type")
@@ -168,7 +173,7 @@ def read_manifest(directory: Path) -> dict | None:
             raise ValueError("another format")
         for shard in manifest["shards"]:
             check_types(shard, tokens=int, documents=int, sha256=str, end=list)
-            # never a path elsewhere
+            # so that it cannot be a path to another directory
             match = re.fullmatch(r"(train|val|val_[\w-]+)_[0-9]{6}\.bin", shard["file"])
             if not match or match[1] != shard["split"]:
                 raise ValueError(f"the shard name {shard['file']!r}")
@@ -186,7 +191,7 @@ def manifest_digest(manifest: dict) -> str:
 
 
 def read_json(path: Path):
-    """The content of a JSON file, see `access`. Raises ValueError if it is no JSON."""
+    """The content of a JSON file. Raises ValueError if it is not JSON, and OSErrors as in `access`."""
     with access(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -208,7 +213,9 @@ def sample_digest(path: Path) -> str:
 
 
 def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> Vocabulary:
-    """The tokenizer beside a manifest. UserError if its file has changed or it is not that of `name`."""
+    """The tokenizer in a prepared directory. Raises UserError if its file has changed since, or if `name`
+    names another tokenizer.
+    """
     path = directory / "tokenizer.json"
     recorded = manifest["tokenizer"]
     digest = None
@@ -217,32 +224,32 @@ def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> 
     if digest != recorded["sha256"]:
         raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
     tokenizer = parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
-    tokenizer.eot = recorded["eot"]  # the rows have it, whatever would be chosen today
+    tokenizer.eot = recorded["eot"]  # the rows contain this id, even if today's code would choose another
     if name is None or name == recorded["name"] and not Path(name).exists():
         return tokenizer
-    named = None if name.startswith("bpe:") else load_tokenizer(name)  # bpe:N depends on its text
+    named = None if name.startswith("bpe:") else load_tokenizer(name)  # bpe:N depends on its training text
     if named and "roles" in manifest:
         named = with_markers(named)
     if not named or named.to_json() != tokenizer.to_json():
         raise UserError(f"{directory} was made with the tokenizer {recorded['name']}, not with {name} as it "
-                        "is now: name that directory without --tokenizer, or prepare the data in another.")
+                        "is now: leave out --tokenizer, or prepare the data in another directory.")
     return tokenizer
 
 
 def row_of(directory: str | Path) -> int | None:
-    """The row length of prepared pairs; otherwise None."""
+    """Tokens per row of a directory of pairs; None if it holds none."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(directory)) or {}).get("row")
 
 
 def cpu_count() -> int:
-    """Cores that this process may use (on macOS, which cannot tell, all cores)."""
+    """Number of cores that this process may use (on macOS, which doesn't say, all cores)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(batches, workers: int, function, *arguments):
-    """Yields (batch, function(batch, *arguments)) in the order of the batches, reading only a few batches
-    ahead. The function runs in threads, which help because tokenizers release Python's lock.
+    """Yields (batch, function(batch, *arguments)) for each batch, in order. The function runs in `workers`
+    threads, about 2 · workers batches ahead. Threads help because tokenizers release the GIL.
     """
     pool = ThreadPoolExecutor(workers)
     begun = ((batch, pool.submit(function, batch, *arguments)) for batch in batches)
@@ -252,16 +259,16 @@ def in_order(batches, workers: int, function, *arguments):
             ahead.extend(itertools.islice(begun, 1))
             batch, result = ahead.popleft()
             yield batch, result.result()
-    finally:  # without waiting, so that Ctrl-C ends the process at once
+    finally:  # don't wait, so that Ctrl-C ends the process at once
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Order: which rows make up which batch. A pure function of the seed and the number of samples consumed.
+# Order: which rows are in which batch. A pure function of the seed and the number of samples consumed.
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Hashes uint64 values (Steele, Lea and Flood, 2014): close inputs give unrelated outputs."""
+    """Hashes uint64 values (Steele, Lea and Flood, 2014). Even close inputs give unrelated outputs."""
     x = x + 0x9E3779B97F4A7C15
     x ^= x >> 30
     x *= 0xBF58476D1CE4E5B9
@@ -274,8 +281,8 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Elements `index` (int64 array, each in [0, n)) of the permutation of range(n) for (seed, epoch).
 
-    A Feistel network of four rounds on an even number of bits, reapplied while the result is outside [0, n)
-    (cycle walking; Black and Rogaway, 2002). Nothing is stored, however large n is.
+    The method is a Feistel network with four rounds on an even number of bits, applied again while a result
+    is outside [0, n) (cycle walking; Black and Rogaway, 2002). It stores nothing, however large n is.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -295,7 +302,9 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
-    """Rows (int64) of the samples at `positions` (int64) in endless shuffled epochs."""
+    """The rows (n,) of the samples at `positions` (n,), int64 both, in endless epochs, each in
+    another order. Position p is in epoch p // rows.
+    """
     epochs = positions // rows
     permuted = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -306,9 +315,9 @@ def shuffled(positions: np.ndarray, rows: int, seed: int) -> np.ndarray:
 class Masker:
     """Chooses the tokens to mask and predict, as a pure function of seed, epoch, row and position.
 
-    In each row it picks the K = rate · seq_len positions with the smallest hashes, never a special id. K is
-    fixed, so all batches have the same shape. Of the picked tokens, 80 % become [MASK], 10 % a random id, and
-    10 % stay (Devlin et al., 2019).
+    In each row it picks the K = rate · seq_len positions with the smallest hashes, but no special ids. K is
+    fixed, so all batches have the same shape. 80 % of the picked tokens become [MASK], 10 % become a random
+    id, and 10 % stay as they are (Devlin et al., 2019).
     """
 
     def __init__(self, tokenizer, seq_len: int, rate: float, seed: int):
@@ -321,8 +330,8 @@ class Masker:
         self.ordinary = np.flatnonzero(~self.special)
 
     def __call__(self, x: np.ndarray, rows: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Masks x (B, T) in place; returns positions and labels, int64 (B, K) each, positions ascending. If a
-        row has fewer than K ordinary tokens, its other labels are −1, which the loss ignores.
+        """Masks x (B, T) in place. Returns the picked positions, ascending, and their labels, int64 (B, K)
+        each. If a row has fewer than K ordinary tokens, the other labels are −1, which the loss ignores.
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
         hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
