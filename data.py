@@ -357,16 +357,16 @@ class Masker:
 
 
 def document_bounds(idx, start: int, response: int) -> tuple:
-    """For tokens idx (B, T), an int64 tensor, returns three int64 (B, T) tensors: the number of each token's
-    document in its row, the document's first position, and the position of its <|response|>, or −1. A
-    document runs from one `start` to the next.
+    """Finds the documents in tokens idx (B, T), an int64 tensor. A document runs from one `start` to the
+    next. Returns, for each token, the number of its document in the row, the document's first position, and
+    the position of the document's <|response|> or −1: int64 (B, T) each.
     """
     import torch
     T = idx.size(1)
     t = torch.arange(T, device=idx.device).expand_as(idx)
     number = (idx == start).cumsum(1)
     first = torch.where(idx == start, t, 0).cummax(1).values
-    # the last <|response|> up to each position, and the first from there on; ordinary text has none
+    # the last <|response|> up to each position, and the first from it on; plain text contains none
     before = torch.where(idx == response, t, -1).cummax(1).values
     after = torch.where(idx == response, t, T - 1).flip(1).cummin(1).values.flip(1)
     follows = (idx.gather(1, after) == response) & (number.gather(1, after) == number)
@@ -374,9 +374,9 @@ def document_bounds(idx, start: int, response: int) -> tuple:
 
 
 def label_mask(x: np.ndarray, marker_ids: dict[str, int], loss: str) -> np.ndarray:
-    """Which positions of rows of pairs x (B, T) have a label to learn, bool (B, T). With the loss `response`,
-    these are the positions from <|response|> on; with `all`, whole samples. The last position of a row, an
-    `end` token (nothing follows it) and padding (documents of a `start` token alone) are never learned.
+    """Which positions of rows x (B, T) of pairs have a label to learn, bool (B, T). With `loss` "response",
+    these are the positions from <|response|> on; with "all", whole samples. Never learned are the last
+    position of a row, an `end` token (nothing follows it), and padding (documents of just a `start` token).
     """
     import torch
     t = np.arange(x.shape[1])
@@ -387,21 +387,21 @@ def label_mask(x: np.ndarray, marker_ids: dict[str, int], loss: str) -> np.ndarr
 
 
 def check_ids(path: Path, tokens: np.ndarray, tokenizer):
-    """Raises UserError if `tokens` of a file hold an id that no text has with this tokenizer (None: any)."""
+    """Raises UserError if `tokens` of a file contain an id that the tokenizer (None: any) lacks."""
     if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
         raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} "
-                        f"ids: name the right one with --tokenizer, or {WAY_BACK}")
+                        f"ids: give the right --tokenizer, or {WAY_BACK}")
 
 
 class Shards:
     """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
-    `label_mask`, a function of x, is False. A row never spans two files; the rest of a file is unused. A file
-    that is named twice counts twice. Reading a row raises UserError if it has an id that the tokenizer lacks,
-    or if the tokenizer isn't that of the run.
+    `label_mask`, a function of x, is False. A row never spans two files; tokens that fill no row are not
+    used. A file that is listed twice counts twice. Reading a row raises UserError if it has an id that the
+    tokenizer lacks, or if the run trains on data with another tokenizer.
     """
 
-    of_run = None  # the tokenizer.json of the Dataset that this process trains on, see check_sets
-    ids = None  # that of its own
+    of_run = None  # tokenizer.json, as text, of the data that this process trains on, see check_sets
+    ids = None  # tokenizer.json, as text, of these files
 
     def __init__(self, paths: list[Path], seq_len: int, label_mask=None, tokenizer=None):
         self.paths = paths
@@ -425,13 +425,13 @@ class Shards:
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
         if self.ids and self.of_run not in (None, self.ids):
             raise UserError(f"{self.paths[0].parent} has another tokenizer than the data of this run, or "
-                            "only one of them has pairs: prepare both alike, with one tokenizer.json.")
+                            "only one of them has pairs: prepare both alike, with the same tokenizer.json.")
         begin = 0
         for path, (first, grid, following) in zip(self.paths, self.grids):
             end = rows.searchsorted(first + len(grid))
             if begin < end:
                 local = rows[begin:end] - first
-                grid.take(local, 0, x[begin:end], "clip")  # "raise", the default mode, would buffer x
+                grid.take(local, 0, x[begin:end], "clip")  # the default mode, "raise", would buffer x
                 check_ids(path, x[begin:end], self.tokenizer)
                 check_ids(path, following[local], self.tokenizer)
                 y[begin:end, -1] = following[local]
@@ -444,8 +444,8 @@ class Shards:
 
 
 def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
-    """Entropy in nats of the labels' frequencies, in the first `limit` of them: the loss of the best model
-    that ignores all context. For text it does not depend on the length of rows.
+    """Entropy in nats of the frequencies of about the first `limit` labels. This is the loss of the best
+    model that ignores all context. For text it doesn't depend on the row length.
     """
     labels = []
     for shards in sets:
@@ -459,18 +459,19 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
 
 
 def refuse_unlike(contents: dict[Path, tuple[dict, Vocabulary]]):
-    """Raises UserError if directories have other tokenizers or roles than the first."""
+    """Raises UserError unless all directories have the same tokenizer and marker ids."""
     (first, (manifest, tokenizer)), *others = contents.items()
     ids = tokenizer.to_json(), tokenizer.eot, manifest.get("roles")
     for directory, (other, its_tokenizer) in others:
         if (its_tokenizer.to_json(), its_tokenizer.eot, other.get("roles")) != ids:
-            raise UserError(f"{directory} and {first} have unlike tokenizers, or only one has "
+            raise UserError(f"{directory} and {first} have different tokenizers, or only one has "
                             "pairs: prepare one with the --tokenizer and fields of the other.")
 
 
 def files_of_sets(manifests: dict[Path, dict]) -> dict[str, list[Path]]:
-    """The files of each validation set. The split val_NAME is the set NAME, and val is "". Of several
-    directories, a set without a name, or with one that another has, too, has the name of its directory first.
+    """The files of each validation set by its name: the split val_NAME is the set NAME, and val is "". With
+    several directories, the directory's name is put in front if the set has no name or if two directories
+    have a set of that name.
     """
     splits = Counter(split for manifest in manifests.values()
                      for split in {shard["split"] for shard in manifest["shards"]})
@@ -489,15 +490,20 @@ def files_of_sets(manifests: dict[Path, dict]) -> dict[str, list[Path]]:
 
 
 class Dataset:
-    """Directories of shards as rows of `seq_len` tokens. One that is named twice is read twice per epoch.
+    """Directories of shards as rows of `seq_len` tokens. A directory that is listed twice is read twice per
+    epoch.
 
-    Has `train` (Shards), `val` (Shards by the name of the validation set), `masker_class`, `tokenizer`,
-    `roles`, `name`, and `fingerprint`, which is the same on two machines with the same data. Raises UserError
-    for a directory that is damaged, unfinished or too small, or whose tokenizer is not that of the first.
+    * `train`: Shards; `val`: Shards by the name of the validation set, "" if it has none
+    * `tokenizer`, and `marker_ids`: its ids for `start`, `response` and `end` of a sample (−1: none)
+    * `masker_class`: makes the masks of a masked language model; a trainer can replace it
+    * `name`, and `fingerprint`, which is the same on all machines that have the same data
+
+    Raises UserError if a directory is damaged, unfinished or too small, or has another tokenizer than the
+    first.
     """
 
     masker_class = Masker
-    vocab_size = None  # of rows of a trainer's own, if their ids aren't the tokenizer's
+    vocab_size = None  # a trainer sets it if its rows have ids of their own, not the tokenizer's
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
                  loss: str | None = None):
@@ -522,11 +528,11 @@ class Dataset:
             raise UserError(f"{names} holds no training shard.")
         self.train = read(train)
         if not self.train.rows:
-            raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens fill no row "
-                            f"of {seq_len}; lower --seq-len or prepare more text.")
+            raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens do not fill a "
+                            f"row of {seq_len}; lower --seq-len or prepare more text.")
         sets = {name: read(paths) for name, paths in files_of_sets(manifests).items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
-        # the tokens of the longest file of each validation set that fills no row
+        # validation sets that are too small for a row: tokens in the longest file of each
         self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
         self.ids = self.tokenizer.to_json()
         for shards in (self.train, *self.val.values()):
@@ -536,29 +542,32 @@ class Dataset:
             split = first.name[:-10]  # such as "val_"
             unknown = 1 if self.tokenizer.exact else math.nan
             ratio = counted.get(f"{split}bytes", unknown) / counted.get(f"{split}tokens", 1)
-            # of the bytes of its text to those that its tokens spell; NaN if `prepare` has not counted them
+            # bytes of the text / bytes that its tokens spell; NaN if `prepare` has not counted them
             shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
-        self.val_splits = {split for manifest in manifests.values()  # of documents that others may have, too
+        # if these differ, a document that is in two directories may be both trained on and held out
+        self.val_splits = {split for manifest in manifests.values()
                            if (split := str(manifest["settings"].get("val_split"))).startswith("hash:")}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
     def check_sets(self):
-        """Raises UserError if a trainer has put in a set without rows, or with ids of another tokenizer.
-        From here on to the end of the run, Shards of another one can't be read.
+        """Raises UserError if a trainer's own set has no rows, or has ids of another tokenizer. From here to
+        the end of the run, reading Shards with another tokenizer raises UserError.
         """
         Shards.of_run = None if self.vocab_size else self.ids
         at_end.callback(setattr, Shards, "of_run", None)
         for rows in (self.train, *self.val.values()):
             if not rows.rows:
-                raise UserError("what this trainer makes of its data leaves a set without rows: let it keep "
-                                "some, or take that set out of dataset.val.")
+                raise UserError("this trainer's change to the data leaves a set without rows: keep some "
+                                "rows, or remove that set from dataset.val.")
             read_rows(rows, np.arange(1))  # raises if the ids are of another tokenizer
 
 
 def refuse_saved(where: str):
-    """Raises UserError for a folder that save_to_disk of datasets has written, or files in it."""
+    """Raises UserError if `where` is a directory that the package datasets wrote with save_to_disk, or a path
+    inside one.
+    """
     path = Path(os.path.expanduser(where))
     for folder in (path, path.parent):
         if (several := folder / "dataset_dict.json").is_file():
@@ -568,22 +577,24 @@ def refuse_saved(where: str):
             part = ""
         else:
             continue
-        raise UserError(f"{folder} was written by save_to_disk, for load_from_disk alone: in Python, "
-                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') makes a "
-                        "file for parquet:x.parquet.")
+        raise UserError(f"{folder} was written by save_to_disk, which only load_from_disk reads: run "
+                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') in Python, "
+                        "and use parquet:x.parquet.")
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
-    """A substitute for the manifest of shards that llm.c wrote, and their tokenizer."""
+    """A manifest for a directory without one, such as shards that llm.c wrote, and the tokenizer that was
+    named. Raises UserError if the directory has no shards or no tokenizer was named.
+    """
     paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
     if not paths:
         refuse_saved(str(directory))
-        raise UserError(f"{directory} holds no data: prepare it first, copy it from where it is, name texts "
-                        f"as 'text:{directory}' or 'text:{directory}/*', or use one of {SOURCES}.")
+        raise UserError(f"{directory} holds no data: prepare it first, or copy it here; for text files, "
+                        f"give 'text:{directory}' or 'text:{directory}/*'; the sources are {SOURCES}.")
     if not tokenizer_name:
         raise UserError(f"{directory} has no manifest: name its tokenizer, as in --tokenizer gpt2.")
     tokenizer = load_tokenizer(tokenizer_name)
-    val = r"(?<![a-z])(e?val|valid|validation)(?![a-z])"  # not of "retrieval"
+    val = r"(?<![a-z])(e?val|valid|validation)(?![a-z])"  # but not the end of "retrieval"
     shards = [{"split": "val" if re.search(val, path.name) else "train", "file": path.name, "documents": 0,
                "tokens": len(open_shard(path)), "sha256": sample_digest(path)} for path in paths]
     return {"dataset": str(directory), "settings": {}, "shards": shards,
@@ -592,16 +603,16 @@ def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tup
 
 def read_directory(directory: Path, seq_len: int,
                    tokenizer_name: str | None = None) -> tuple[dict, Vocabulary]:
-    """Manifest and tokenizer of a directory of shards, whose sizes are checked. Raises UserError if the
-    directory is damaged or unfinished, or its rows of pairs have another length.
+    """Manifest and tokenizer of a directory of shards. Checks the size of each shard, but not its checksum.
+    Raises UserError if the directory is damaged or unfinished, or has pairs in rows of another length.
     """
     if manifest := read_manifest(directory):
         row = manifest.get("row")
-        if row and seq_len not in (1, row):  # 1: only to look at it
+        if row and seq_len not in (1, row):  # `data.py info` passes 1
             raise UserError(f"{directory} has rows of {row} tokens: use --seq-len {row}, or prepare it with "
                             f"--row {seq_len}.")
         if not manifest["complete"]:
-            raise UserError(f"{directory} is not complete: run its prepare command again.")
+            raise UserError(f"{directory} is not complete: run the prepare command that made it again.")
         tokenizer = read_tokenizer(directory, manifest, tokenizer_name)
     else:
         manifest, tokenizer = manifest_of_plain_shards(directory, tokenizer_name)
@@ -610,7 +621,7 @@ def read_directory(directory: Path, seq_len: int,
         if len(tokens) != shard["tokens"]:
             raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
                             f"{shard['tokens']}: {WAY_BACK}")
-        if i == 0:  # the others as they are read, see Shards.take
+        if i == 0:  # Shards.take checks the others when it reads them
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
 
@@ -626,8 +637,8 @@ def digest_of(manifest: dict) -> str:
 
 def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None,
               masker: Masker | None = None) -> list[np.ndarray]:
-    """x and labels (B, T) of `rows` (B,), ascending; or with a masker masked x (B, T), positions and labels
-    (B, K), which also depend on the epochs (B,).
+    """Returns x and labels (B, T) of `rows` (B,), which must ascend. With a masker, returns masked x (B, T),
+    masked positions (B, K) and their labels (B, K); these also depend on `epochs` (B,).
     """
     x = np.empty((len(rows), shards.seq_len), shards.dtype)
     y = np.empty(x.shape, np.int32)
@@ -636,11 +647,11 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
 
 
 class Loader:
-    """The endless training steps of one rank. A thread reads three ahead.
+    """The endless training steps of one rank, read ahead by a thread.
 
-    In each micro-batch, the ranks share batch × world_size positions of the global order. Rank r gets the
-    r-th slice, sorted so that it reads forward through the files. `world` has this process's rank, the
-    world_size and the device, see ddp_utils.World. `samples` is the number consumed before.
+    For each micro-batch, the ranks share the next batch × world_size positions of the global order. Rank r
+    gets the r-th slice, sorted so that it reads forward through the files. `world` has the rank, world_size
+    and device of this process, see ddp_utils.World. `samples` is the number that the run has consumed before.
     """
 
     def __init__(self, shards: Shards, batch: int, world, seed: int, samples: int = 0,
@@ -649,16 +660,16 @@ class Loader:
         self.batch = batch
         self.seed = seed
         self.masker = masker
-        self.position = samples + world.rank * batch  # of the next step
+        self.position = samples + world.rank * batch  # this rank's first sample of the next step
         self.stride = batch * world.world_size
         self.device = world.device
-        self._micro_batches = 0  # in each step that is read ahead
-        self._steps = None  # see in_order
+        self._micro_batches = 0  # per step that is read ahead
+        self._steps = None  # a generator, see in_order
 
     def step(self, micro_batches: int) -> tuple[int, list[tuple]]:
-        """Returns this rank's number of labels in the next step, and its micro-batches on `device`: x and y
-        (B, T), or with a masker x (B, T), positions and labels (B, K), all int64. A label of −1 is not
-        learned. Steps are fastest if `micro_batches` does not change. Raises what reading raised.
+        """Reads the next step. Returns this rank's number of labels in it, and its micro-batches on `device`:
+        (x, y), (B, T) each, or with a masker x (B, T), positions (B, K) and labels (B, K), all int64. Labels
+        of −1 are ignored. Changing `micro_batches` discards what was read ahead. Raises what reading raised.
         """
         if micro_batches != self._micro_batches:
             self.close()
@@ -671,7 +682,9 @@ class Loader:
         return labels, [tuple(part.long() for part in micro_batch) for micro_batch in zip(*parts)]
 
     def _read(self, position: int, micro_batches: int) -> tuple[list, int]:
-        """The step at `position` as tensors (micro_batches, B, …) on the CPU, and its number of labels."""
+        """Returns the step at `position` as tensors (micro_batches, B, …) on the CPU, and the number of its
+        labels that count.
+        """
         import torch
         batches = []
         for _ in range(micro_batches):
@@ -691,7 +704,7 @@ class Loader:
 
 
 def to_device(parts: list, device) -> list:
-    """Tensors on a device. A GPU copies them while the host goes on; torch then reuses pinned memory."""
+    """Copies tensors to a device. To a GPU, the copy runs in the background, from pinned memory."""
     if device.type == "cuda":
         parts = [part.pin_memory() for part in parts]
     return [part.to(device, non_blocking=True) for part in parts]
@@ -699,9 +712,9 @@ def to_device(parts: list, device) -> list:
 
 def validation_batches(shards: Shards, batch: int, world, limit: int | None = None,
                        masker: Masker | None = None):
-    """Yields batches like Loader's, and reads ahead like it: the first `limit` rows (None: all) in order,
-    equally many on each rank. Past the last row, labels are −1, which the loss ignores, so each row counts
-    once on any number of ranks.
+    """Yields this rank's batches of the first `limit` rows (None: all), in order. Batches have the form of
+    Loader's and are read ahead. Every rank gets the same number of batches: rows past the last one are filled
+    with labels of −1, which the loss ignores, so each row counts once on any number of ranks.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
@@ -718,8 +731,9 @@ def validation_batches(shards: Shards, batch: int, world, limit: int | None = No
 
 
 def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
-    """The micro-batch size for a process's `share` of a global batch, or 0 if the flags do not fit the share.
-    A flag that is not given is None. Without flags, it is the largest size that fits, up to `largest`.
+    """The micro-batch size for a process's `share` of a global batch, or 0 if --batch and --grad-accum do not
+    divide it. A flag that is not given is None. With neither, it is the largest divisor of the share up to
+    `largest`.
     """
     if grad_accum:
         batch = batch or share // grad_accum
@@ -731,11 +745,12 @@ def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, larges
 
 def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
                wanted: int, largest: int) -> tuple[int, int, int]:
-    """Returns (global batch, micro-batch, accumulation steps). The global batch is the product of the other
-    two and the world size. None means not given. A given global batch is used, or refused by a UserError with
-    the nearest fit. Otherwise it is `wanted`, from the recipe or the run so far. If the world size does not
-    divide `wanted`, it is the multiple of the world size within 5 % of `wanted` that has the largest
-    micro-batch, up to `largest`.
+    """Returns (global batch, micro-batch, accumulation steps), in sequences; global batch = micro-batch ×
+    accumulation steps × world size. Flags that are not given are None.
+
+    A given global batch is used, or refused with a UserError that names the nearest fit. Otherwise it is
+    `wanted`, the number of the recipe or of the run so far. If the world size does not divide that, it is the
+    multiple of the world size within 5 % of `wanted` that allows the largest micro-batch, up to `largest`.
     """
     if global_batch is None and batch and grad_accum:
         global_batch = batch * grad_accum * world_size
@@ -743,7 +758,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         global_batch = wanted
     elif global_batch is None:
         exact = wanted / world_size  # sequences per process
-        fitting = {}  # the micro-batch of each share within 5 %
+        fitting = {}  # micro-batch by share, for shares within 5 %
         for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
             if micro := micro_batch_of(share, batch, grad_accum, largest):
                 fitting[share] = micro
@@ -755,7 +770,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     if global_batch % world_size:
         low = global_batch // world_size * world_size
         fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences does not divide among {world_size} "
+        raise UserError(f"a global batch of {global_batch} sequences cannot be divided among {world_size} "
                         f"processes: use --global-batch {fits}.")
     share = global_batch // world_size
     micro = micro_batch_of(share, batch, grad_accum, largest)
@@ -763,19 +778,19 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         wish = batch or share // grad_accum
         nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
         given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
-        raise UserError(f"{given} does not fit: a global batch of {global_batch} gives each of {world_size} "
-                        f"processes {share}. Use --batch {nearest} --grad-accum {share // nearest}, or "
-                        f"--global-batch {(batch or 1) * (grad_accum or 1) * world_size}.")
+        raise UserError(f"{given} does not fit: {global_batch} sequences are {share} for each of "
+                        f"{world_size} processes. Use --batch {nearest} --grad-accum {share // nearest}, "
+                        f"or --global-batch {(batch or 1) * (grad_accum or 1) * world_size}.")
     return global_batch, micro, share // micro
 
 
 def sources_of(data: str) -> list[str]:
-    """The sources of a trainer's --data: one, or several prepared directories."""
+    """The sources in a trainer's --data: one source, or several prepared directories divided by commas."""
     first, *others = data.split(",")
     return [first, *others] if others and Path(first).is_dir() and not Path(data).is_dir() else [data]
 
 
-SHORT_NAMES = {  # for hf:REPO[:CONFIG]
+SHORT_NAMES = {  # name → REPO[:CONFIG] on the Hugging Face hub
     "imdb": "stanfordnlp/imdb",
     "wikipedia-en": "wikimedia/wikipedia:20231101.en",
     "wikipedia-es": "wikimedia/wikipedia:20231101.es",
@@ -796,7 +811,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
     """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
     prefix, _, where = dataset.partition(":")
     source = dataset if prefix == "task" else where or prefix
-    if prefix in FILE_PREFIXES:  # in books/*.txt only the directory has a name
+    if prefix in FILE_PREFIXES:  # books/*.txt is named `books`
         path = Path(where)
         source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
     if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
@@ -808,7 +823,7 @@ def default_directory(dataset: str, tokenizer: str) -> Path:
 
 
 def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """The directory of a trainer's --data: itself, or the directory in which the source is prepared."""
+    """The directory of a trainer's --data: itself, or the one that a source is prepared in."""
     if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
@@ -818,8 +833,8 @@ TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 
 
 def run_directory(args, trainer: str) -> Path:
-    """--out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer has runs of its own, such as
-    runs/train_mine-tiny-stdlib-bpe4096 of train_mine.py.
+    """The directory of a run: --out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer gets
+    other names, such as runs/train_mine-tiny-stdlib-bpe4096 for train_mine.py.
     """
     family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
     names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
@@ -828,8 +843,8 @@ def run_directory(args, trainer: str) -> Path:
 
 
 def main():
-    """`python data.py`"""
-    from prepare.command import command  # where UserError is that of the module `data`
+    """Runs `python data.py`."""
+    from prepare.command import command  # imports this file again, as the module `data`
     command()
 
 

@@ -606,7 +606,7 @@ def test_data_and_runs_keep_the_end_that_they_have(tmp_path):
         rows = data.Dataset([directory], 8)
         assert rows.tokenizer.eot == rows.marker_ids["start"] == end
     assert data.Dataset([new], 8).train.tokens[0][:4].tolist() == [5, 1, 1, 5]
-    with pytest.raises(UserError, match="unlike tokenizers"):
+    with pytest.raises(UserError, match="different tokenizers"):
         data.Dataset([new, old], 8)
     for config, end in ({"eot": 2}, 2), ({"start": 2}, 2), ({"start": -1}, 5), ({"start": 1}, 5), ({}, 5):
         assert tokenizer_of({"tokenizer": "modernbert ()", "model_config": config}, tmp_path).eot == end
