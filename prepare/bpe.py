@@ -1,4 +1,4 @@
-"""Trains the tokenizer bpe:N."""
+"""Trains the byte-level BPE tokenizer bpe:N."""
 
 import re
 
@@ -7,11 +7,13 @@ from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
 from prepare.vocabulary import EOT, MASK, without_surrogates
 
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
-LONGEST_RUN = 2000  # bpe:N is trained in a time that grows with the square of a run without a break
+LONGEST_RUN = 2000  # characters; training time grows with the square of a run without a word break
 
 
 def short_runs(texts):
-    """Yields the texts for train_bpe, in pieces of LONGEST_RUN characters if one piece is a single run."""
+    """Yields the texts for train_bpe. A text with a very long run without white space, or of nothing but
+    white space, is cut into pieces of LONGEST_RUN characters.
+    """
     for text in map(without_surrogates, texts):
         pieces = [text[i:i + LONGEST_RUN] for i in range(0, len(text), LONGEST_RUN)]
         one_run = rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}"
@@ -19,7 +21,9 @@ def short_runs(texts):
 
 
 def train_bpe(texts, vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE on texts; end-of-text and [MASK] are among its `vocab_size` ids."""
+    """Trains a byte-level BPE on texts. Its `vocab_size` ids include end-of-text and [MASK]. Raises UserError
+    if the package tokenizers is missing.
+    """
     with needed("tokenizers", "bpe:N"):
         from tokenizers import Regex, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Trainable

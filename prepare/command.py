@@ -37,22 +37,24 @@ def parse_val_split(text: str) -> str:
 
 
 def verify(directory: Path):
-    """Compares every byte of tokenizer and shards with the manifest. Raises UserError if one differs."""
+    """Compares the checksums of the tokenizer and of all shards with the manifest. Raises UserError if one
+    differs.
+    """
     manifest = read_manifest(directory)
     if not manifest:
         raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
     read_tokenizer(directory, manifest)
     for shard in manifest["shards"]:
         path = directory / shard["file"]
-        open_shard(path)  # which says what is wrong with a header or a length
+        open_shard(path)  # raises if header or length are wrong, with a more precise error
         if sha256_of(path) != shard["sha256"]:
             raise UserError(f"{path} has changed: {WAY_BACK}")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
-    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run its prepare again"))
+    print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run prepare again"))
 
 
 def splits_of(dataset: Dataset) -> dict[str, Shards]:
-    """All sets by split: `train`, `val` or `val_NAME`."""
+    """The sets of a data set by split: `train`, `val` or `val_NAME`."""
     held_out = {f"val_{name}".rstrip("_"): shards for name, shards in dataset.val.items()}
     return {"train": dataset.train, **held_out}
 
@@ -78,7 +80,7 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     dataset = Dataset([directory], seq_len, tokenizer_name)
     splits = splits_of(dataset)
     if split not in splits:
-        raise UserError(f"{directory} has nothing for --split {split}, but for {', '.join(splits)}.")
+        raise UserError(f"{directory} has no --split {split}: use one of {', '.join(splits)}.")
     shards = splits[split]
     picked = np.sort(shuffled(np.arange(min(rows, shards.rows)), shards.rows, 0))
     for row, tokens in zip(picked, read_rows(shards, picked)[0]):
@@ -142,7 +144,9 @@ def main():
 
 
 def stop(number, frame):
-    """Ends the process on Ctrl-C. An exception instead can leave a thread's lock taken, and the end hangs."""
+    """Ends the process on Ctrl-C. Raising KeyboardInterrupt could leave a thread's lock held, and the process
+    would hang.
+    """
     os.write(2, b"\nstopped: finished shards are kept; run the same command again to resume\n")
     os._exit(130)
 
@@ -150,7 +154,8 @@ def stop(number, frame):
 def command():
     """Runs the command and ends the process."""
     code = 0
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+    # not if the shell started us in the background, where SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
     try:
         with access():
@@ -161,4 +166,4 @@ def command():
     except BrokenPipeError:  # from `peek … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.stdout.flush()
-    os._exit(code)  # pyarrow's threads can abort a process that shuts down while they still run
+    os._exit(code)  # a normal exit can abort while pyarrow's threads still run

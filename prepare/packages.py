@@ -7,7 +7,9 @@ from cli.errors import UserError, first_line
 
 @contextlib.contextmanager
 def needed(package: str, what: str):
-    """Where a package is imported. UserError says that `what` needs it, if it is missing or broken."""
+    """A context in which to import a package. If the package is missing or broken, raises UserError that says
+    `what` needs it.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Rows of pairs, and shards with their manifest."""
+"""Packs pairs into rows, and writes shards and their manifest."""
 
 import bisect
 import json
@@ -14,11 +14,11 @@ from data import FORMATS, manifest_digest, sha256_of, write_atomically
 
 
 def shard_dtype(vocab_size: int) -> str:
-    return "uint16" if vocab_size < 65_536 else "uint32"  # < because [MASK] may be one more id
+    return "uint16" if vocab_size < 65_536 else "uint32"  # <, because [MASK] may be an additional id
 
 
 def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
-    """Writes the arrays as one shard. Returns its sha256."""
+    """Writes the arrays, one after another, as a shard. Returns its sha256."""
     header = np.zeros(256, "int32")
     header[:3] = *FORMATS[dtype], sum(map(len, arrays))
     write_atomically(path, header, *(a.astype(dtype, copy=False) for a in arrays))
@@ -26,7 +26,7 @@ def write_shard(path: Path, arrays: list[np.ndarray], dtype: str) -> str:
 
 
 def total(shards: list[dict], what: str, split: str = "") -> int:
-    """The sum of `what`, tokens or documents, over the shards of a split, or over all."""
+    """The number of "tokens" or "documents" (`what`) in the shards of a split, or of all splits."""
     return sum(shard[what] for shard in shards if split in ("", shard["split"]))
 
 
@@ -37,10 +37,11 @@ def write_manifest(directory: Path, manifest: dict):
 
 @dataclass
 class Packer:
-    """Packs whole samples into rows of `row` tokens. Each goes into the open row with the tightest fit; at
-    most WINDOW rows are open. Start tokens fill the rest of a row. If they also end samples, each row keeps
-    room for one. With `truncate`, a response that is too long is cut and loses its end; otherwise the sample
-    is dropped. Samples whose prompt is too long or whose response is empty are always dropped.
+    """Packs whole samples into rows of `row` tokens. A sample goes into the open row where it leaves the
+    least space; at most WINDOW rows are open. The rest of a row is filled with start tokens, at least one if
+    a start token also ends the sample before it. With `truncate`, a response that is too long is cut, and has
+    no end token; otherwise the sample is dropped. Samples with an empty response or a prompt that is too long
+    are always dropped.
     """
 
     WINDOW = 1000
@@ -52,10 +53,11 @@ class Packer:
 
     def __post_init__(self):
         self.space = self.row - (self.marker_ids["end"] < 0)
-        self.open: list[tuple[int, int, list[np.ndarray]]] = []  # free tokens, a number, samples; ascending
+        # sorted: free tokens, a number that makes the tuple unique, samples
+        self.open: list[tuple[int, int, list[np.ndarray]]] = []
 
     def add(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Adds a sample; returns the rows that this closes."""
+        """Adds a sample (n,). Returns the row that had to be closed for it, if any, as a list."""
         prompt = 1 + int((tokens == self.marker_ids["response"]).argmax())
         too_long = len(tokens) > self.space
         dropped = None
@@ -71,7 +73,7 @@ class Packer:
         if too_long:
             self.counts["truncated responses"] += 1
             tokens = tokens[:self.row]
-        if prompt == 2:  # the start and the marker alone
+        if prompt == 2:  # only the start token and the response marker
             self.counts["empty prompts"] += 1
         self.counts["samples"] += 1
         self.counts["tokens"] += len(tokens)
@@ -82,7 +84,7 @@ class Packer:
         return self.close(1) if len(self.open) > self.WINDOW else []
 
     def close(self, count: int) -> list[np.ndarray]:
-        """Closes the `count` fullest open rows and returns them."""
+        """Closes the `count` fullest open rows and returns them, (row,) each."""
         rows = []
         for *_, samples in self.open[:count]:
             used = np.concatenate(samples)
@@ -93,12 +95,12 @@ class Packer:
 
 @dataclass
 class ShardWriter:
-    """Collects tokens and writes them as shards in a thread. Pairs are packed into rows; their shard ends
-    with one more start token, because a row is read with the token after it. All splits are committed
-    together, so a resumed run needs only one position: the end of the newest shard.
+    """Collects tokens and writes them as shards in a thread. Pairs are packed into rows; a shard of pairs
+    ends with an additional start token, because a row is read with the token after it. All splits are
+    committed together, so resuming needs only one position: the end of the newest shard.
     """
 
-    MOST_SETS = 16  # validation sets
+    MOST_SETS = 16  # limit on validation sets
 
     directory: Path
     manifest: dict
@@ -109,9 +111,9 @@ class ShardWriter:
         self.position = shards[-1]["end"] if shards else [0, 0]  # [document, piece]
         self.splits = {shard["split"] for shard in shards}
         self.packers: dict[str, Packer] = {}
-        self.writing = self.thread.submit(lambda: None)  # the last write, a Future
-        self.lost = Counter(self.manifest.get("lost"))  # and the bytes of each split, see lost_in
-        self.lowest = self.manifest.get("lowest_hash", 2**64)  # of the documents, until one is held out
+        self.writing = self.thread.submit(lambda: None)  # the newest write, a Future
+        self.lost = Counter(self.manifest.get("lost"))  # see HuggingFaceTokenizer.lost_in
+        self.lowest = self.manifest.get("lowest_hash", 2**64)  # the lowest hash so far, until one is held out
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = total(shards, "tokens", "train")  # before packing
@@ -129,7 +131,7 @@ class ShardWriter:
         self.splits.add(split)
         if len(self.splits - {"train"}) > self.MOST_SETS:
             raise UserError(f"--val-field {settings['val_field']} has more than {self.MOST_SETS} values, and "
-                            "each would be a validation set: name another field, or leave it out.")
+                            "each would be a validation set: give another field, or leave the flag out.")
         if marker_ids := self.manifest.get("roles"):
             if split not in self.packers:
                 truncate = settings["long"] == "truncate"
@@ -145,7 +147,9 @@ class ShardWriter:
             self.commit()
 
     def commit(self, complete: bool = False):
-        """Starts writing the collected tokens. Raises UserError if the previous write failed."""
+        """Starts writing the collected tokens in the thread. Raises the error of the previous write, if it
+        failed.
+        """
         self.writing.result()
         for split, packer in self.packers.items():
             rows = self.arrays[split]
@@ -153,7 +157,7 @@ class ShardWriter:
             if rows:
                 rows.append(rows[0][:1])
         if not (complete or any(self.arrays.values())):
-            return  # all pairs so far were dropped; only a shard records the position
+            return  # all pairs so far were dropped; without a shard, there is nowhere to record the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
         self.manifest["lowest_hash"] = self.lowest
