@@ -1,5 +1,5 @@
-"""Tokenizers that encode and decode: tiktoken runs our byte-level BPEs, and tokenizer_json.py those of other
-programs. On disk each is a Hugging Face tokenizer.json.
+"""Tokenizers that encode and decode. tiktoken runs our byte-level BPEs; tokenizer_json.py runs all others. On
+disk each is a Hugging Face tokenizer.json.
 """
 
 import contextlib
@@ -17,29 +17,30 @@ from prepare.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, toke
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
-# The published patterns. tiktoken's patterns use possessive quantifiers and "$", which the regex engine of
-# `tokenizers` reads differently. The tests show that the published patterns cut the same pieces in both.
+# The published patterns that cut a text into words. tiktoken's own versions use possessive quantifiers and
+# "$", which the package tokenizers reads differently. Tests check that these cut the same words in both.
 PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-GPT2_DIGEST = "ce2c7b368254)"  # with which tokenizer_id ends
+GPT2_DIGEST = "ce2c7b368254)"  # how the tokenizer_id of GPT-2's tokenizer ends
 LONGEST_SPACE = 50_000  # longer runs of white space overflow the stack of tiktoken's regex engine
-# in the order of GPT-2's encoder: the bytes that are among the characters, then the others
+# in the order of GPT-2's encoder: first the bytes that are printable characters, then the others
 CHAR_TO_BYTE = dict(zip(sorted(BYTE_CHARS), sorted(range(256), key=lambda b: chr(b) not in BYTE_CHARS)))
 BYTE_TO_CHAR = {b: c for c, b in CHAR_TO_BYTE.items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def spelled(token: bytes) -> str:
-    """The token in the characters that stand for bytes in a tokenizer.json."""
+    """A token as tokenizer.json spells it, with one printable character for each byte."""
     return "".join(BYTE_TO_CHAR[b] for b in token)
 
 
 class Tokenizer(Vocabulary):
-    """A byte-level BPE: `ranks` maps the bytes of a token to its id, which is also its merge priority. Text
-    never encodes to a special id.
+    """A byte-level BPE. `ranks` maps the bytes of each token to its id, which is also its merge priority
+    (lowest first). `pattern` cuts a text into words; None means plain bytes without merges. `specials` maps
+    special tokens to ids; no text encodes to these.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str | None, specials: dict[str, int]):
@@ -50,13 +51,13 @@ class Tokenizer(Vocabulary):
         added = [added_token(text, specials[text]) for text in sorted(specials, key=specials.get)]
         stage = BYTE_LEVEL
         self._encoding = None
-        if pattern is not None:  # without a pattern there are no merges: plain bytes
+        if pattern is not None:
             import tiktoken
             self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                                special_tokens=specials)
             cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             stage = {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
-        # the content of its tokenizer.json without the merges, which take long
+        # the content of its tokenizer.json, without the merges, which take long to compute
         self._spec = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
                       "normalizer": None, "pre_tokenizer": stage, "post_processor": None,
                       "decoder": BYTE_LEVEL, "model": {"type": "BPE", "vocab": vocab}}
@@ -65,12 +66,12 @@ class Tokenizer(Vocabulary):
                        | {i: special.encode() for special, i in specials.items()})
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids (n,) of ordinary text; `<|endoftext|>` inside it is text like any other."""
+        """Ids (n,) of a text, in which `<|endoftext|>` is text like any other."""
         if self._encoding is None:
             return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a lone surrogate is replaced, a very long run of white space is cut
+        except ValueError:  # replace lone surrogates, and cut very long runs of white space
             text = without_surrogates(text)
             cuts = [cut for run in re.finditer(r"\s+", text)
                     for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)]
@@ -78,11 +79,13 @@ class Tokenizer(Vocabulary):
             return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
     def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
-        """No characters: all bytes have tokens, and these spell them."""
+        """No characters are lost, because every byte has a token. See HuggingFaceTokenizer.lost_in."""
         return Counter()
 
     def encode_masked(self, text: str) -> list[int]:
-        """The ids of a text in which each [MASK] is the mask, and takes one blank before it."""
+        """The ids of a text, with the mask id for each [MASK]. If tokens include the space before their word,
+        the mask replaces the space before it, too.
+        """
         *before, last = text.split(MASK)
         ids = []
         for part in before:
@@ -91,11 +94,11 @@ class Tokenizer(Vocabulary):
         return ids + self.encode(last).tolist()
 
     def decode(self, ids) -> str:
-        """The text of `ids`. Some tokenizers have ids without a token; these count as empty."""
+        """The text of `ids`. Ids without a token, which some tokenizers have, count as empty."""
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", "replace")
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json that encodes and decodes like this tokenizer."""
+        """The content of a tokenizer.json that encodes and decodes like this tokenizer."""
         merges = [[*map(spelled, last_merge(token, self.ranks))]
                   for token in sorted(self.ranks, key=self.ranks.get) if len(token) > 1]
         model = self._spec["model"] | {"merges": merges}
@@ -108,7 +111,9 @@ def added_token(text: str, i: int) -> dict:
 
 
 def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two parts that merge into `token`: those left after merging its bytes by all earlier ranks."""
+    """The two parts that BPE merges last to form `token`, found by merging its bytes by rank until two parts
+    are left.
+    """
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
@@ -118,7 +123,9 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
-    """What Tokenizer.to_json wrote, or GPT-2's as others write it, as a Tokenizer; None for any other."""
+    """The Tokenizer for the content of a tokenizer.json that Tokenizer.to_json wrote, or for GPT-2's from
+    another program. None for any other.
+    """
     model = spec["model"]
     vocab = model["vocab"]
     stage = spec["pre_tokenizer"]
@@ -145,7 +152,9 @@ def byte_level_bpe(name: str, spec: dict) -> Tokenizer | None:
 
 
 def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
-    """Reads a tokenizer.json. If it is not a `byte_level_bpe`, the package `tokenizers` runs it."""
+    """Reads the text of a tokenizer.json; errors mention `name`. If it is not a `byte_level_bpe`, the package
+    tokenizers runs it. Raises UserError if it cannot be read.
+    """
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         if tokenizer := byte_level_bpe(name, json.loads(text)):
             return tokenizer
@@ -154,12 +163,14 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. Of "
-                        "a vocab.json with merges.txt, name the directory.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. If "
+                        "you have a vocab.json with merges.txt, name their directory.")
 
 
 def load_tokenizer(name: str) -> Vocabulary:
-    """Loads a tokenizer by name, or from a tokenizer.json or its directory. (bpe:N is in prepare/bpe.py.)"""
+    """Loads a tokenizer by name, or from a tokenizer.json or its directory. Raises UserError, also for bpe:N,
+    which prepare/bpe.py trains.
+    """
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})
     if name in TIKTOKEN_IDS:
@@ -168,7 +179,7 @@ def load_tokenizer(name: str) -> Vocabulary:
             encoding = tiktoken.get_encoding(name)
         except OSError as error:  # requests raises subclasses of OSError
             raise UserError(f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                            "TIKTOKEN_CACHE_DIR to a cache that has it, or use --tokenizer bytes or "
+                            "TIKTOKEN_CACHE_DIR to a cache that contains it, or use --tokenizer bytes or "
                             "bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
@@ -179,12 +190,14 @@ def load_tokenizer(name: str) -> Vocabulary:
     if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
         return parse_tokenizer_json(name, text_of_merges(name))
     if re.fullmatch(r"bpe:\d+", name):
-        raise UserError(f"{name} is trained on a text: name the tokenizer.json that prepare wrote for it.")
+        raise UserError(f"{name} depends on its training text: name the tokenizer.json that prepare wrote.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
 
 
 def with_markers(tokenizer: Vocabulary) -> Vocabulary:
-    """The tokenizer with ids that mark a response: its own, or otherwise an additional <|response|>."""
+    """A tokenizer that has ids to mark a response: the same one if it has them, otherwise one with an
+    additional token <|response|>.
+    """
     if tokenizer.marker_ids:
         return tokenizer
     spec = json.loads(tokenizer.to_json())
@@ -195,15 +208,15 @@ def with_markers(tokenizer: Vocabulary) -> Vocabulary:
 
 
 def prompt_ids(tokenizer, prompt: str, condition: str = "") -> np.ndarray:
-    """Ids (n,) of a sample through the marker of its response. The condition is the name of a special token,
-    or text that is one with the prompt, as a chat template puts a system message before a question. Raises
-    UserError if it is a marker itself or looks like a special token that is missing.
+    """Ids (n,) of a sample up to and including the marker of its response. The condition is the name of a
+    special token, or a text to put in front of the prompt, as a chat template does with a system message.
+    Raises UserError if it is a marker, or looks like a special token that the tokenizer lacks.
     """
     marker_ids = tokenizer.marker_ids
     ids = tokenizer.specials.get(condition)
     if ids in marker_ids.values() or ids is None and re.fullmatch(r"<\|.*\|>", condition):
         known = ", ".join(name for name, i in tokenizer.specials.items() if i not in marker_ids.values())
-        raise UserError(f"the tokenizer has no condition {condition}, but {known}.")
+        raise UserError(f"the tokenizer has no condition {condition}: use one of {known}, or plain text.")
     before = [marker_ids["start"]]
     if ids is None:
         prompt = condition + prompt
