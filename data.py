@@ -27,6 +27,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -642,7 +643,10 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
     """
     x = np.empty((len(rows), shards.seq_len), shards.dtype)
     y = np.empty(x.shape, np.int32)
-    shards.take(rows, x, y)
+    if epochs is None:
+        epochs = 0 * rows
+    by_epoch = "epochs" in inspect.signature(shards.take).parameters  # a trainer's own rows
+    shards.take(rows, x, y, *[epochs] * by_epoch)
     return [x, *masker(x, rows, epochs)] if masker else [x, y]
 
 

@@ -97,7 +97,7 @@ from data import (
 from loggers.machine import hardware, machine_curves, memory_gb
 from loggers.mfu import MFU
 from loggers.start import loggers_of, say_plan
-from model import blocks_of, compute_dtype, copied_buffers, num_params, use_device
+from model import blocks_of, compute_dtype, copied_buffers, first_values, num_params, use_device
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA, local_shard
 from ops.flash_attention_4 import take
@@ -810,6 +810,18 @@ def skips_on_device(optimizer, whole) -> bool:
         group["fused"] and p.is_cuda for group in whole.param_groups for p in group["params"])
 
 
+def refuse_unsaved(values: dict):
+    """Raises UserError for what JSON cannot hold of an optimizer's values."""
+    for name, value in values.items():
+        kept = None
+        with suppress(TypeError, ValueError):
+            kept = json.loads(json.dumps(value))
+        if str(kept) != str(value):  # JSON makes a list of a tuple, and text of a number that is a key
+            raise UserError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint cannot "
+                            "hold: make it a number, a text, a list of these, or a tensor in self.state[p]; "
+                            "with --strategy ddp, also a list of tensors there or a tensor in the group.")
+
+
 class TrainState:
     """A model in training: `model`, `wrapped` (the model in DDP), optimizers, loss scaler, averaged weights.
     `state_dict` yields the tensors of a checkpoint; saving and `load_state_dict` both iterate over them.
@@ -828,6 +840,10 @@ class TrainState:
         self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
+        self.ddp = args.strategy == "ddp"
+        if not self.ddp:
+            for optimizer in optimizers:
+                refuse_unsaved(first_values(optimizer))
         if self.zero1:  # each process updates its part of the parameters and sends it in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
             self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
@@ -1041,8 +1057,13 @@ class TrainState:
                     yield "optimizer", name, held.get(name, shape), owner
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This process's optimizer state by parameter and key, such as `embed.weight/exp_avg`."""
-        return {name: value for name, value in self._state().items() if isinstance(value, Tensor)}
+        """This process's optimizer state by parameter and key, such as `embed.weight/exp_avg`; with ddp also
+        `embed.weight/Q.0` of a list, and the tensors in parameter groups.
+        """
+        values = self._state()
+        if self.ddp:
+            values |= self._group_values()
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def _state(self) -> dict:
         """This process's optimizer state by parameter and key. Raises RunError for state of anything else."""
@@ -1050,11 +1071,17 @@ class TrainState:
         states = {}
         for optimizer in self.inner:
             for p, state in optimizer.state.items():
-                if p not in names:
-                    key = f"a tensor {list(p.shape)}" if isinstance(p, Tensor) else p  # not its numbers
-                    raise RunError(f"{type(optimizer).__name__} keeps state of {key}, which is no parameter, "
-                                   "so no checkpoint can hold it: keep it in self.state[p] or the group.")
-                states |= {f"{names[p]}/{key}": value for key, value in state.items()}
+                if p not in names:  # of a tensor the shape, not its numbers
+                    raise RunError(f"{type(optimizer).__name__} keeps state of {getattr(p, 'shape', p)}, "
+                                   "which is no parameter, so no checkpoint can hold it: keep it in "
+                                   "self.state[p] or the group.")
+                for key, value in state.items():
+                    name = f"{names[p]}/{key}"
+                    states[name] = value
+                    if isinstance(value, list) and value and all(
+                            isinstance(part, Tensor) or part == [] for part in value):
+                        states |= {f"{name}.{i}": part for i, part in enumerate(states.pop(name))
+                                   if isinstance(part, Tensor)}
         return states
 
     def _group_values(self) -> dict:
@@ -1065,21 +1092,14 @@ class TrainState:
 
     def plain_values(self) -> dict:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
-        groups that they have changed. Every rank calls this. Raises RunError for what JSON cannot hold.
+        groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold.
         """
         values = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
         if self.zero1:
             values = functools.reduce(operator.or_, all_gather(values))
         values |= {name: value for name, value in self._group_values().items()
-                   if repr(value) != self._made.get(name)}
-        for name, value in values.items():
-            kept = None
-            with suppress(TypeError, ValueError):
-                kept = json.loads(json.dumps(value))
-            if str(kept) != str(value):  # JSON makes a list of a tuple, and text of a number that is a key
-                raise RunError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint "
-                               "cannot hold as it is: let it be a number, a text or a list of them, or a "
-                               "tensor in self.state[p].")
+                   if repr(value) != self._made.get(name) and not (self.ddp and isinstance(value, Tensor))}
+        refuse_unsaved(values)
         assert_same("what an optimizer keeps in numbers", json.dumps(values),
                     "let it sum over all ranks what it computes from gradients or parameters, with "
                     "torch.distributed.all_reduce, or use --strategy ddp")
@@ -1095,6 +1115,10 @@ class TrainState:
         tensors = saved["tensors"]
         parameters = dict(self.model.named_parameters())
         self._create_optimizer_state()
+        for name, tensor in tensors["optimizer"].items():
+            owner, _, key = name.rpartition("/")
+            if owner in self.groups:  # a later step than the first may make it
+                self.groups[owner][key] = torch.empty_like(tensor, device=self.world.device)
         ours = {name: t.shape for group, name, t, _ in self.state_dict() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         plain = saved["plain"]
@@ -1110,10 +1134,8 @@ class TrainState:
             unlike = source is None or source.shape != tensor.shape
             if group in ("ema", "kept") and unlike:
                 tensor.copy_(parameters[name])
-            elif group == "late" and unlike:
+            elif name.rpartition("/")[0] in changed or unlike and group != "model":
                 pass  # saved with another --comm, or with other parameters frozen: it begins anew
-            elif name.rpartition("/")[0] in changed:
-                pass
             elif owner is None:
                 copy_from_rank0(tensor, source, self.world)
             elif (received := transfer(source, 0, owner, self.world)) is not None:
@@ -1245,18 +1267,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def runs_beside(path: Path, family: str) -> list[str]:
-    """Suggests runs next to a path that holds none: runs of this model family, or of any if it is ""."""
-    runs = []
-    for run in sorted({checkpoint.parents[1] for checkpoint in path.parent.glob("*/checkpoints/*.pt")}):
-        with suppress(RetryableError):  # it cannot be read
-            if not family or monitor.read_config(run).get("family", family) == family:
-                runs.append(str(run))
-    return runs
-
-
-def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = "",
-                    or_best: bool = False) -> dict:
+def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool = False) -> dict:
     """Loads a checkpoint file, or the newest intact checkpoint of a run directory. With `or_best` it takes
     best.pt if all others are damaged; only pass it if you don't write to the run. Adds `path`, `damaged` (the
     paths of damaged newer ones), and the tokenizer.json of the run.
@@ -1275,10 +1286,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, family: str = 
             candidates.append(best)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
-            runs = runs_beside(there, family)
-            such_as = f", such as {listed(runs)}" if runs else ""
-            if best.exists():  # it isn't a candidate if the others were renamed as damaged
-                such_as = f", such as {best}"
+            # best.pt isn't a candidate if the others were renamed as damaged
+            such_as = f", such as {best}" * best.exists()
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"for a model from Hugging Face use --init-from hf:{where}.")
         damaged = []
@@ -1325,7 +1334,7 @@ class RunLock:
         except OSError as error:
             raise (RetryableError if error.errno == errno.ENOSPC else UserError)(
                 f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
-        file = os.fdopen(descriptor, "r+")
+        file = self._file = os.fdopen(descriptor, "r+")
 
         def refuse():
             with file:
@@ -1334,8 +1343,7 @@ class RunLock:
         if why_not := lock_file(file, refuse):
             say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
                 "run writes there")
-        self._file = file
-        at_end.callback(self.release)
+        at_end.callback(file.close)  # by then Checkpoints has written everything
         with suppress(OSError):  # on a full disk the lock works without its owner's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
@@ -1355,10 +1363,6 @@ class RunLock:
             return True
         except OSError:  # the disk is unreachable: the save will fail, too, and the next one tries again
             return False
-
-    def release(self):
-        """Unlocks the directory. By then Checkpoints has written everything."""
-        self._file.close()
 
 
 class Checkpoints:
@@ -1780,11 +1784,10 @@ class Metrics:
     device, until `reduce`.
     """
 
-    def __init__(self, run: Run, log: monitor.RunLog):
+    def __init__(self, run: Run):
         world = run.world
         saved = run.saved or {"samples": 0, "loss": math.nan}
         self.world = world
-        self.log = log
         self._samples = saved["samples"]
         self._sums: dict[str, Tensor] = {}
         self.labels = torch.zeros(())  # labels in the last step, over all ranks

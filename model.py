@@ -1012,6 +1012,22 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     return optimizers
 
 
+def first_values(optimizer: torch.optim.Optimizer) -> dict:
+    """What another optimizer of this kind makes in a step of zeros, beside tensors in its state. {} if its
+    constructor needs more arguments.
+    """
+    p = nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.zeros_like(p)
+    before = optimizer.param_groups[0]
+    with contextlib.suppress(Exception):
+        other = type(optimizer)([before | {"params": [p]}], lr=optimizer.defaults["lr"])  # as for zero1
+        other.step()
+        group = other.param_groups[0]
+        return {f"{type(optimizer).__name__}/{key}": value for key, value in (other.state[p] | group).items()
+                if key not in before and (key in group or not isinstance(value, Tensor))}
+    return {}
+
+
 def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,
                   min_ratio: float, decay: float = 0.2) -> float:
     """The learning rate of a step, counted from 0. Warm-up is linear and takes `warmup` steps, or if below 1

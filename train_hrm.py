@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None):
     state.warm_up(*examples)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run, log)
+    metrics = ddp.Metrics(run)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

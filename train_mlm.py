@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None):
     masker = dataset.masker_class(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = dataset.masker_class(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
-    metrics = ddp.Metrics(run, log)
+    metrics = ddp.Metrics(run)
     log.start_clock(step, samples)
 
     # -------------------------------------------------------------------------------------------- training

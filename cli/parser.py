@@ -38,22 +38,14 @@ class ArgumentParser(argparse.ArgumentParser):
         refuses.
         """
         for key in row.keys() - {"vocab_size"}:
-            flag, value = f"--{key.replace('_', '-')}", row[key]
+            value = row[key]
+            switch = isinstance(value, bool)
             sets = f"the row {name!r} of the sizes sets {key}={value!r}"
-            action = self._option_string_actions.get(flag)
-            if not action:
-                near = nearest_flag(flag, self._option_string_actions)
-                raise UserError(f"{sets}: unrecognized{near and f', the nearest flag is {near}'}; --help "
-                                "lists all flags.")
-            switch = action.nargs == 0
-            if switch != isinstance(value, bool):
-                raise UserError(f"{sets}: argument {flag} takes {'True or False' if switch else 'a value'}.")
             try:
-                read = value if switch else self._get_value(action, str(value))
-                self._check_value(action, read)
-            except argparse.ArgumentError as error:
-                raise UserError(f"{sets}: {error}.") from None
-            if read != value or key != action.dest:
+                read = self.parse_args([f"--{key.replace('_', '-')}" + f"={value}" * (not switch)])
+            except UserError as error:
+                raise UserError(f"{sets}: {error}") from None
+            if vars(read) != {key: switch or value}:
                 raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
 
     def error(self, message):

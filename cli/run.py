@@ -173,14 +173,14 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
     return shape
 
 
-def find_checkpoint(out: Path, args: Namespace, world: World, family: str) -> dict | None:
+def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
     """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
     Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
     nodes are numbered anew.
     """
     reads = uses_model(args)
     tell = functools.partial(say, file=sys.stderr if reads else None)  # apart from a model's text
-    load = functools.partial(load_checkpoint, say=tell, family=family, or_best=reads)
+    load = functools.partial(load_checkpoint, say=tell, or_best=reads)
     if args.resume not in ("auto", "none"):
         return load(args.resume)
     # a best.pt that alone is left of a run that went back is no reason to refuse the others
@@ -233,7 +233,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
             missing = error
         args = settle(command, weights=weights)
         out = run_directory(args, trainer.stem)
-        return weights, missing, args, out, find_checkpoint(out, args, world, model_class.__name__)
+        return weights, missing, args, out, find_checkpoint(out, args, world)
 
     weights, missing, args, out, saved = look()
     begun = None if saved else on_rank0(begun_with, out, args, trainer.name, command.given)

@@ -110,7 +110,7 @@ def main(argv=None) -> None:
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
-    metrics = ddp.Metrics(run, log)
+    metrics = ddp.Metrics(run)
     log.start_clock(step, samples)
     while True:
         due = ddp.due_after(step, run, log, stop)

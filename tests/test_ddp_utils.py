@@ -133,7 +133,7 @@ def test_only_files_of_a_run_are_deleted(tmp_path, world):
         (tmp_path / "checkpoints" / killed).touch()
     lock = ddp_utils.RunLock(tmp_path)
     lock.acquire()
-    lock.release()
+    lock._file.close()
     save(tmp_path, world, state, steps=(123456789,), keep_last=1)
     newest = ddp_utils.list_checkpoints(tmp_path)[0].name
     assert {*os.listdir(tmp_path / "checkpoints")} == {newest, ".tmp-folder", *kept}

@@ -8,9 +8,10 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, place
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
 from test_changes import changed as row_of_the_guide
 from test_evaluate import assert_as_logged, result
@@ -270,6 +271,20 @@ def test_eval_only_refuses_a_set_of_another_tokenizer(shards, tmp_path):
     for flags in ({"out": run, "eval_only": True}, {"out": tmp_path / "new"}):
         done = trainer.fork(1, shards, **flags)
         assert done.code == 2 and "other has another tokenizer" in done.out, done.out
+
+
+class ByEpoch(data.Shards):
+    def take(self, rows, x, y, epochs):
+        x[:], y[:] = epochs[:, None], rows[:, None]
+
+
+def test_rows_may_depend_on_the_epoch(shards):
+    rows = Dataset([shards], 32).train
+    rows.__class__, rows.rows = ByEpoch, 4
+    loader = data.Loader(rows, 4, place(0, 1), 0)
+    assert [loader.step(1)[1][0][0].unique().tolist() for _ in range(3)] == [[0], [1], [2]]
+    loader.close()
+    assert not data.read_rows(rows, np.arange(2))[0].any()  # an evaluation
 
 
 CODES = """import numpy as np

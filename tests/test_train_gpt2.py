@@ -128,15 +128,6 @@ def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
     assert re.search(r"in 1 blocks; attention isolated; n_layer 1; vocabulary", other.out), other.out
 
 
-def test_a_prompt_without_a_run_names_runs_of_its_own_family(tmp_path, shards):
-    for name, trainer in (("ours", GPT2), ("theirs", Trainer("train_hrm.py", max_new_tokens=5, ff=64))):
-        done = trainer.fork(0, shards, tmp_path / "runs" / name, steps=1, eval_batches=1)
-        assert done.code == 0, done.out
-    for flags in (("--prompt", "hi"), ("--prompt", "hi", "--resume", "runs/none")):
-        refused = fork(0, "train_gpt2.py", *flags, "--data", shards, cwd=tmp_path)
-        assert refused.code == 2 and "such as runs/ours; a model" in refused.out, refused.out
-
-
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]

@@ -239,7 +239,7 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch, full):
     assert lock.lost()
     path.unlink()
     assert lock.lost()
-    lock.release()
+    lock._file.close()
 
 
 # ------------------------------------------------------------------------------------------------- going back
