@@ -168,8 +168,6 @@ def read_manifest(directory: Path) -> dict | None:
         if "roles" in manifest:
             check_types(manifest, row=int, roles=dict)
             check_types(manifest["roles"], start=int, response=int, end=int)
-        if "lowest_hash" in manifest:
-            check_types(manifest, lowest_hash=int)
         if manifest["format"] != 1:
             raise ValueError("another format")
         for shard in manifest["shards"]:
@@ -565,31 +563,12 @@ class Dataset:
             read_rows(rows, np.arange(1))  # raises if the ids are of another tokenizer
 
 
-def refuse_saved(where: str):
-    """Raises UserError if `where` is a directory that the package datasets wrote with save_to_disk, or a path
-    inside one.
-    """
-    path = Path(os.path.expanduser(where))
-    for folder in (path, path.parent):
-        if (several := folder / "dataset_dict.json").is_file():
-            names = re.findall(r'"([^"]+)"', several.read_text(encoding="utf-8").partition("[")[2])
-            part = f"[{'train' if 'train' in names else names[0]!r}]" if names else ""
-        elif (folder / "state.json").is_file() and [*folder.glob("*.arrow")]:
-            part = ""
-        else:
-            continue
-        raise UserError(f"{folder} was written by save_to_disk, which only load_from_disk reads: run "
-                        f"datasets.load_from_disk({str(folder)!r}){part}.to_parquet('x.parquet') in Python, "
-                        "and use parquet:x.parquet.")
-
-
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:
     """A manifest for a directory without one, such as shards that llm.c wrote, and the tokenizer that was
     named. Raises UserError if the directory has no shards or no tokenizer was named.
     """
     paths = [directory / name for name in names_in(directory) if name.endswith(".bin")]
     if not paths:
-        refuse_saved(str(directory))
         raise UserError(f"{directory} holds no data: prepare it first, or copy it here; for text files, "
                         f"give 'text:{directory}' or 'text:{directory}/*'; the sources are {SOURCES}.")
     if not tokenizer_name:
@@ -645,8 +624,8 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
     y = np.empty(x.shape, np.int32)
     if epochs is None:
         epochs = 0 * rows
-    by_epoch = "epochs" in inspect.signature(shards.take).parameters  # a trainer's own rows
-    shards.take(rows, x, y, *[epochs] * by_epoch)
+    # a trainer's own rows may ask for them
+    shards.take(rows, x, y, *[epochs] * ("epochs" in inspect.signature(shards.take).parameters))
     return [x, *masker(x, rows, epochs)] if masker else [x, y]
 
 

@@ -1077,11 +1077,12 @@ class TrainState:
                                    "self.state[p] or the group.")
                 for key, value in state.items():
                     name = f"{names[p]}/{key}"
-                    states[name] = value
                     if isinstance(value, list) and value and all(
                             isinstance(part, Tensor) or part == [] for part in value):
-                        states |= {f"{name}.{i}": part for i, part in enumerate(states.pop(name))
+                        states |= {f"{name}.{i}": part for i, part in enumerate(value)
                                    if isinstance(part, Tensor)}
+                    else:
+                        states[name] = value
         return states
 
     def _group_values(self) -> dict:
@@ -1654,8 +1655,7 @@ def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
 
 def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
     """Whether nothing is left to do after `step` steps. If so, prints how to go on."""
-    complete = all_done(run, log, step)
-    if complete:
+    if complete := all_done(run, log, step):
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
                 "them), give another --out to start from scratch, or use the run, such as with --eval-only")
     return complete

@@ -12,7 +12,7 @@ from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
 from model import blocks_of, num_params
 from monitor import NO_BYTES
-from prepare.pipeline import would_split
+from prepare.pipeline import LARGER_SPLIT
 
 
 def too_short(dataset) -> str:
@@ -110,4 +110,4 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:
         run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them with --val-split {would_split(dataset.manifest)} in another directory")
+                f"them with {LARGER_SPLIT} in another directory")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError, access
-from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count
+from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count, positive_int
 from data import (
     SOURCES,
     WAY_BACK,
@@ -112,7 +112,7 @@ def main():
     flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
          "16 (default: none; for task:addition the level)")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")
-    flag("--workers", int, "threads that tokenize (default: one per core)")
+    flag("--workers", positive_int, "threads that tokenize (default: one per core)")
     flag = flag_group(p, "pairs of prompt and response")
     flag("--prompt-field", str, "field that holds the prompt of a pair")
     flag("--response-field", str, "field that holds the response of a pair; the same as --prompt-field if it "

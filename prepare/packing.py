@@ -105,6 +105,7 @@ class ShardWriter:
     directory: Path
     manifest: dict
     thread: ThreadPoolExecutor
+    reading: dict  # a Source's
 
     def __post_init__(self):
         shards = self.manifest["shards"]
@@ -113,7 +114,6 @@ class ShardWriter:
         self.packers: dict[str, Packer] = {}
         self.writing = self.thread.submit(lambda: None)  # the newest write, a Future
         self.lost = Counter(self.manifest.get("lost"))  # see HuggingFaceTokenizer.lost_in
-        self.lowest = self.manifest.get("lowest_hash", 2**64)  # the lowest hash so far, until one is held out
         self.counts = Counter(self.manifest.get("pairs"))
         if not self.counts:
             self.counts["read"] = total(shards, "tokens", "train")  # before packing
@@ -160,7 +160,7 @@ class ShardWriter:
             return  # all pairs so far were dropped; without a shard, there is nowhere to record the position
         if self.packers:
             self.manifest["pairs"] = dict(self.counts)
-        self.manifest["lowest_hash"] = self.lowest
+        self.manifest["reading"] = dict(self.reading)
         if self.lost:
             self.manifest["lost"] = dict(self.lost)
         self.writing = self.thread.submit(self._write, self.arrays, self.documents, self.position, complete)

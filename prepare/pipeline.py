@@ -39,7 +39,6 @@ from prepare.sources import (
     TASK_ROW,
     TASK_TOKENS,
     UNTRAINED,
-    NoFile,
     Source,
     find_files,
     identity_of,
@@ -49,6 +48,7 @@ from prepare.sources import (
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT
 
+LARGER_SPLIT = "--val-split hash:0.5 (or tail:0.1, for a text) or more documents"
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
 
 
@@ -61,8 +61,6 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
     settings = {"source": "", "tokenizer": tokenizer_name} | settings_of(dataset, **options)
-    if workers is not None and workers < 1:
-        raise UserError("--workers must be 1 or more.")
     source = Source(dataset, settings)  # the same dict, of which some values follow
     settings["source"] = source.identity
     with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
@@ -82,10 +80,10 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
             return out
-        source.reading = manifest.setdefault("reading", {"quoted": True})  # as it was until 2026-11-28
+        source.reading |= manifest.get("reading", {"quoted": True})  # as it was until 2026-11-28
         if manifest["shards"]:
             say(f"{out} resumes after {len(manifest['shards'])} shards")
-        writer = ShardWriter(out, manifest, thread)
+        writer = ShardWriter(out, manifest, thread, source.reading)
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
@@ -247,17 +245,16 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     settings = source.settings
     counts = writer.counts
     marks = 0
-    without = 0
     limit = settings["max_tokens"]
     full = limit and counts["read"] >= limit
     progress = source.progress
     progress.done = 0  # beginnings may have been read
-    items = read_pieces(source, writer.position, counts["documents"])
-    batches = in_batches(item for item in items if not full or item[2] != "train")
+    batches = in_batches(item for item in read_pieces(source, writer.position, counts["documents"])
+                         if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE")
     said = time.monotonic()
-    with tqdm(total=limit or progress.total, unit="tok" if limit else "B", unit_scale=True, disable=lines,
-              mininterval=0.5) as bar:
+    with tqdm(total=limit or progress.total, unit="tok" if limit else "B", unit_scale=True,
+              disable=lines) as bar:
         for batch, (arrays, lost) in in_order(batches, workers, encode, source, tokenizer):
             for (document, piece, split, text), tokens, counted in zip(batch, arrays, lost):
                 if full and (split == "train" or not source.tail):
@@ -270,22 +267,17 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                     tokens = tokens[:left]
                 if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
                     marks += str(text).count(EOT)  # of a text or of a pair
-                if piece == 0 and writer.splits <= {"train"}:
-                    writer.lowest = min(writer.lowest, hash64(text))
                 writer.lost += counted
+                for passed in [number for number in source.states if number <= document]:
+                    source.reading |= source.states.pop(passed)
                 writer.add(document, piece, split, tokens)
-                if not full:
-                    without = document + 1 - counts["documents"]
             check_loss(tokenizer.name, writer.lost)
-            bar.set_postfix_str(f"{counts['read'] / 1e6:.1f}M tokens", refresh=False)
             if lines and time.monotonic() > said + LINE_EVERY:
                 said = time.monotonic()
                 say(f"{counts['read'] / 1e6:.1f}M tokens so far")
             bar.update((counts["read"] if limit else progress.done) - bar.n)
             if full and not source.tail:
                 break
-        if not full:
-            without = progress.seen - counts["documents"]
     if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
     if settings.get("split_on") and not progress.divided:
@@ -295,7 +287,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
             f"--split-on '{EOT}' makes documents of what is between")
     if progress.unread:
         say(f"note: fields that were not read: {listed([*progress.unread])}")
-    if without:
+    if not full and (without := progress.seen - counts["documents"]):
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
 
@@ -390,15 +382,6 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
     return arrays, lost
 
 
-def would_split(manifest: dict) -> str:
-    """A --val-split with which there would be a validation set, if there is none."""
-    if "lowest_hash" not in manifest:
-        return "hash:0.1 or a larger fraction"
-    if total(manifest["shards"], "documents") == 1:
-        return "tail:0.1" if manifest["dataset"].startswith("text:") else "hash:0.1 and more documents"
-    return f"hash:{max(manifest['lowest_hash'] / 2**64 + 1e-4, 0.1):.4g}"  # holds out that document
-
-
 def describe(manifest: dict) -> str:
     shards = manifest["shards"]
     train = total(shards, "tokens", "train")
@@ -406,12 +389,11 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{total(shards, 'documents'):,} documents")
     if not val:
-        text += (f" (nothing to evaluate: prepare with --val-split {would_split(manifest)} in another "
-                 "directory)")
+        text += f" (nothing to evaluate: prepare with {LARGER_SPLIT} in another directory)"
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
-        shown = sorted(counts.keys() - {"read", "documents", "tokens"})
-        parts = [f"{counts[what]:,} {what}" for what in shown]
+        parts = [f"{counts[what]:,} {what}"
+                 for what in sorted(counts.keys() - {"read", "documents", "tokens"})]
         text += f" in rows of {manifest['row']}, {fill:.1%} full: {', '.join(parts)}"
     return text
 
@@ -472,10 +454,7 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
             say(f"{data} is prepared up to {useful:,} tokens{each}: --max-tokens chooses another number")
     for key in ("source", "tokenizer"):  # of an unfinished manifest
         settings.pop(key, None)
-    try:
-        return prepare(data, out, tokenizer_name, **settings)
-    except NoFile as error:
-        raise UserError(f"{str(error)[:-1]}; {out} with what was prepared of it elsewhere does as well.")
+    return prepare(data, out, tokenizer_name, **settings)
 
 
 def current_identity(source: Source, out: Path) -> str:

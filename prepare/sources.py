@@ -19,6 +19,7 @@ import random
 import re
 import shlex
 import socket
+import sys
 import sysconfig
 import urllib.parse
 import urllib.request
@@ -33,7 +34,6 @@ from data import (
     SHORT_NAMES,
     SOURCES,
     digest_json,
-    refuse_saved,
     sample_digest,
     sha256_of,
 )
@@ -51,10 +51,6 @@ MARKS = "weight train training trainable learn loss loss_mask loss_scale train_d
 MARK = re.compile(r"(?i)(masked (true|1(\.0*)?)|(?!masked)\w+ (false|0(\.0*)?))|"
                   r"\w+ (true|false|[01](\.0*)?|none|nan|\[\])?")
 LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
-
-
-class NoFile(UserError):
-    """There is no file of a source here."""
 
 
 @dataclass
@@ -134,7 +130,10 @@ class Source:
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
-        self.reading = {}  # what it was found to be: the revision of a repository, whether a tsv is quoted
+        # what it was found to be: the revision of a repository, and where datasets is in it before a
+        # `document`; whether a tsv is quoted
+        self.reading = {}
+        self.states = {}  # what `reading` gets of datasets, by the number of the next document
         self.schema = None  # Arrow's, if there is one
         self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
         self.identity = identity_of(self)
@@ -154,7 +153,8 @@ class Source:
         """
         named = {}  # the value behind the name of each validation set
         documents = READERS[self.kind](self, self.progress)
-        for texts, split in itertools.islice(documents, start, None):  # skipped texts stay unread
+        # skipped texts stay unread
+        for texts, split in itertools.islice(documents, start - self.reading.get("document", 0), None):
             name = ""
             if self.val_field:
                 *texts, value = texts
@@ -225,7 +225,6 @@ class Source:
 def find_source(dataset: str) -> tuple[str, list[Path]]:
     """The key of a data set in READERS, and its files, of which some have none here. Raises UserError."""
     prefix, _, where = dataset.partition(":")
-    refuse_saved(where or dataset)
     if dataset == "task:addition":
         return prefix, []
     if dataset == "stdlib":
@@ -233,8 +232,8 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if prefix in FILE_PREFIXES and where:
         if files := find_files(where, print):
             return prefix, files
-        hint = f": of a directory give its files, '{dataset}/*'" if Path(where).is_dir() else ""
-        raise NoFile(f"no file matches {where!r}{hint}.")
+        hint = f": of a directory give its files, '{dataset}/*'" * Path(where).is_dir()
+        raise UserError(f"no file matches {where!r}{hint}.")
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
     if Path(dataset).is_file():
@@ -479,24 +478,33 @@ def read_parquet(source, progress):
 
 def read_hub(source, progress):
     name, configuration = repository(source.dataset)
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     with readable(name):
         if not Path(name).exists():
-            if not reachable(hub):
+            if not reachable(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
                 raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, "
                                      "tsv:, jsonl:, parquet:) or the source stdlib, which every machine has, "
                                      "or copy the directory in shards/ from a machine that has prepared it.")
             import huggingface_hub
             # the same files after a kill, whatever becomes of the repository
             source.reading.setdefault("revision", huggingface_hub.dataset_info(name).sha)
+        if "torch" not in sys.modules:  # datasets would import it, which doubles its time and memory
+            os.environ["USE_TORCH"] = "0"
+            import datasets
+            del os.environ["USE_TORCH"]
         import datasets  # takes 1.2 s
         rows = datasets.load_dataset(name, configuration, split="train", streaming=True,
                                      revision=source.reading.get("revision"))
         source.schema = rows.features and rows.features.arrow_schema
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
+        rows = rows.select_columns(columns)
+        document = source.reading.get("document", 0)
+        if document:
+            rows.load_state_dict(source.reading["state"])
         # row by row is far slower
-        for batch in rows.select_columns(columns).iter(batch_size=1000):
+        for batch in rows.iter(batch_size=1000):
             yield from rows_of(source, name, batch)
+            document += len(batch[columns[0]])
+            source.states[document] = {"document": document, "state": rows.state_dict()}
 
 
 # how each kind of data set is read; FILE_PREFIXES of data.py names those that are files
@@ -549,6 +557,9 @@ NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what 
                                                   "it",
            rb"%PDF-": "a PDF: make a text of it, as pdftotext does",
            rb"PAR1": "a parquet file: put parquet: before its name",
+           rb"\xff{4}.{3}\0": "an Arrow file, as save_to_disk writes it: in Python, "
+                             "datasets.load_from_disk(FOLDER).to_parquet('x.parquet') makes a file for "
+                             "parquet:x.parquet",
            rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
 
 

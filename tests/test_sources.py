@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_other_fields_do_not_matter(here):
 def test_a_set_without_validation_is_told_so(here, capsys):
     dataset = write_rows(here / "x.jsonl", *({"text": f"row {n}"} for n in range(40)))
     prepared(dataset, "none", val_split="hash:0.001")
-    assert "--val-split hash:0.1" in capsys.readouterr().out
+    assert "--val-split hash:0.5" in capsys.readouterr().out
     prepared(dataset, "some", val_split="hash:0.2")
     assert "--val-split" not in capsys.readouterr().out
 
@@ -296,7 +297,7 @@ def test_a_trainer_says_that_nothing_is_evaluated(here):
         done = Trainer("train_gpt2.py").fork(2, name, here / f"run-{name}", steps=2)
         assert done.code == 0, done.out
         assert done.out.count("WARNING: the data have no validation set") == (name == "none")
-        assert (name == "none") == ("--val-split hash:0.1" in done.out)
+        assert (name == "none") == ("--val-split hash:0.5" in done.out)
 
 
 def test_a_mixture_whose_parts_are_split_unlike_is_told_so(here):
@@ -711,25 +712,18 @@ def test_a_file_without_permission_is_one_sentence(here, monkeypatch):
     assert refused("text:x.txt", "out").startswith("x.txt cannot be accessed (Permission denied)")
 
 
-def test_folders_of_save_to_disk_are_named_with_the_way_out(here):
-    """The line of the error, as it stands there; of whatever part, however it is named."""
+def test_folders_of_save_to_disk_are_read_or_named(here):
+    """As a repository datasets reads those of several sets itself, and refuses one alone."""
     import datasets
     rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(40)]})
     rows.save_to_disk(here / "saved")
     datasets.DatasetDict({"test": rows, "train": rows}).save_to_disk(here / "several")
-    datasets.DatasetDict({"one": rows}).save_to_disk(here / "one")
-    names = ("saved", "hf:saved", "parquet:saved", "parquet:saved/*.arrow", "text:saved/*", "hf:several",
-             "several", "several/train", "hf:one")
-    answers = [refused(name, "out") for name in names]
-    for name in ("saved", "several"):
-        with pytest.raises(UserError) as error:
-            data.manifest_of_plain_shards(here / name, "bytes")
-        answers.append(str(error.value))
-    for found in answers:
-        line = re.search(r"datasets.load_from_disk\(.*\)\S*.to_parquet\('x.parquet'\)", found)[0]
-        exec(line, {"datasets": datasets})
-        assert "parquet:" in found and len(texts_of("parquet:x.parquet")) == 40
-        os.remove("x.parquet")
+    assert texts_of("hf:several") == rows["text"]
+    assert "load_from_disk" in refused("hf:saved", "out")
+    found = refused("text:saved/*.arrow", "out")
+    assert "is an Arrow file" in found and "datasets.load_from_disk(FOLDER).to_parquet('x.parquet')" in found
+    datasets.load_from_disk("saved").to_parquet("x.parquet")  # as it says
+    assert texts_of("parquet:x.parquet") == rows["text"]
 
 
 def test_a_home_directory_is_found_in_the_name_of_a_hub(here, monkeypatch):
@@ -923,27 +917,14 @@ def test_a_prepare_that_was_killed_goes_on_with_its_split(here):
     assert bins(prepared("text:x.txt", here / "killed-tail", **options)) == bins(whole)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "text"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_the_val_split_that_is_named_works(here, capsys, form, count):
+def test_the_val_split_that_is_named_for_a_text_works(here, capsys, count):
     """It is given literally, and always leaves something to train on."""
     for attempt in range(4):
-        texts = [f"document {attempt}-{n} of a few" for n in range(count)]
-        if form == "text":
-            (here / "x.txt").write_text("|".join(texts))
-            dataset, options = "text:x.txt", {"split_on": "|"}
-        elif form == "jsonl":
-            dataset, options = write_rows(here / "x.jsonl", *({"text": text} for text in texts)), {}
-        else:
-            dataset, options = write_table(here / "x.parquet", text=texts), {}
-        out = prepared(dataset, f"none-{attempt}", val_split="hash:0.000001", **options)
-        said = capsys.readouterr().out
-        named = re.search(r"--val-split (\S+) (in|and more documents)", said)
-        assert named
-        if count == 1 and form != "text":
-            assert named[2] == "and more documents"
-            continue
-        again = prepared(dataset, f"some-{attempt}", val_split=named[1], **options)
+        (here / "x.txt").write_text("|".join(f"document {attempt}-{n} of a few" for n in range(count)))
+        out = prepared("text:x.txt", f"none-{attempt}", val_split="hash:0.000001", split_on="|")
+        named = re.search(r"--val-split \S+ \(or (\S+), for a text\)", capsys.readouterr().out)[1]
+        again = prepared("text:x.txt", f"some-{attempt}", val_split=named, split_on="|")
         splits = {shard["split"] for shard in data.read_manifest(again)["shards"]}
         assert splits == {"train", "val"} and out.exists()
 
@@ -991,11 +972,83 @@ def test_a_repository_that_changes_after_a_kill_is_read_as_it_was(hub, monkeypat
             with pytest.raises(KeyboardInterrupt):
                 prepare("hf:some/corpus", killed, tokenizer, **options)
         newest[0] = "two"
-        assert data.read_manifest(killed)["reading"] == {"revision": "one"}
+        assert data.read_manifest(killed)["reading"]["revision"] == "one"
         assert bins(prepare("hf:some/corpus", killed, tokenizer, **options)) == bins(whole)
         assert len(bins(whole)) > 2
     later = prepare("hf:some/corpus", tmp_path / "later", "bytes", **options)
     assert bins(later) != bins(tmp_path / "whole bytes"), "the control"
+
+
+def in_files(form: str, rows: list[dict], files: int = 8) -> list[Path]:
+    """The rows in so many files of the folder `many`."""
+    Path("many").mkdir()
+    size = -(-len(rows) // files)
+    for number in range(files):
+        part = rows[number * size:number * size + size]
+        if form == "jsonl":
+            write_rows(Path("many", f"{number}.jsonl"), *part)
+        else:
+            write_table(f"many/{number}.parquet", **{name: [row[name] for row in part] for name in part[0]})
+    return sorted(Path("many").iterdir())
+
+
+TEXT_ROWS = [{"text": f"{n} " + "a b c " * (n % 7) * (n % 1000 > 0), "kind": str(n % 2)}
+             for n in range(12_000)]  # those that begin a batch have no text
+PAIR_ROWS = [{"q": f"{n} " + "?" * (n % 9), "a": "yes " * (n % 5 + 1)} for n in range(12_000)]
+OF_PAIRS = {"prompt_field": "q", "response_field": "a", "row": 64}
+
+
+@pytest.mark.parametrize("form, rows, workers, options", [
+    ("jsonl", TEXT_ROWS, 1, {"val_field": "kind", "min_words": 2}),
+    pytest.param("parquet", TEXT_ROWS, 2, {"max_samples": 9000}, marks=pytest.mark.full),
+    pytest.param("parquet", PAIR_ROWS, 1, OF_PAIRS, marks=pytest.mark.full),
+    pytest.param("jsonl", PAIR_ROWS, 2, OF_PAIRS | {"max_tokens": 100_000}, marks=pytest.mark.full)])
+def test_a_resumed_prepare_of_the_hub_reads_what_is_left(here, form, rows, workers, options):
+    """After any kills it writes the same bytes, without the files that it has read. The first file names the
+    fields.
+    """
+    files = in_files(form, rows)
+    options = options | {"val_split": "hash:0.1", "shard_tokens": 20_000, "workers": workers}
+    whole = prepare("hf:many", "whole", "bytes", **options)
+    writes = len({tuple(shard["end"]) for shard in data.read_manifest(whole)["shards"]})
+    assert writes > 4
+    for kills in ([1], [writes - 1], [1, 2, 3]):
+        shutil.rmtree("killed", ignore_errors=True)
+        for kill in kills:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(packing.ShardWriter, "_write", stopped_after(kill))
+                prepare("hf:many", "killed", "bytes", **options)
+        document = data.read_manifest(Path("killed"))["reading"].get("document", 0)
+        read = files[1:max(document - 4000, 0) // (len(rows) // len(files))]  # it reads the last two again
+        kept = {path: path.read_bytes() for path in read}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "current_identity",
+                          lambda source, out: data.read_manifest(out)["settings"]["source"])
+            for path in read:
+                path.write_bytes(b"damaged")
+            if read and kills == [writes - 1]:  # the control: as a manifest from before it was kept
+                shutil.copytree("killed", "old")
+                forget(Path("old"))
+                with pytest.raises(UserError, match="cannot be read"):
+                    prepare("hf:many", "old", "bytes", **options)
+            assert bins(prepare("hf:many", "killed", "bytes", **options)) == bins(whole), kills
+        for path, content in kept.items():
+            path.write_bytes(content)
+    assert bins(prepare("hf:many", "old", "bytes", **options)) == bins(whole)
+
+
+def forget(out: Path):
+    """Leaves out of a manifest where datasets was."""
+    manifest = data.read_manifest(out)
+    del manifest["reading"]["state"], manifest["reading"]["document"]
+    packing.write_manifest(out, manifest)
+
+
+def test_torch_is_not_imported_to_read_the_hub(hub):
+    """Nor hidden from what is imported later."""
+    code = ("import os, sys; from prepare.pipeline import prepare; prepare('hf:corpus', 'out', 'bytes'); "
+            "assert 'torch' not in sys.modules and 'USE_TORCH' not in os.environ")
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("hrm", marks=pytest.mark.full),

@@ -37,7 +37,7 @@ from ddp_utils import (
 from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
 from prepare.packages import needed
-from prepare.pipeline import would_split
+from prepare.pipeline import LARGER_SPLIT
 from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
@@ -277,9 +277,9 @@ def evaluate_only(model: nn.Module, run: Run):
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
-        lacks = (f"{dataset.name} has no validation set: prepare it with --val-split "
-                 f"{would_split(dataset.manifest)}")
-        raise UserError(f"{too_short(dataset) if dataset.short else lacks}.")
+        raise UserError(f"{too_short(dataset)}." if dataset.short else
+                        f"{dataset.name} has no validation set: prepare it with {LARGER_SPLIT} in another "
+                        "directory.")
     masker = None
     if isinstance(model, MLM):
         rate = saved["settings"].get("EVAL_RATE", 0.15)
