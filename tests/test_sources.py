@@ -1012,7 +1012,7 @@ def test_a_resumed_prepare_of_the_hub_reads_what_is_left(here, form, rows, worke
     whole = prepare("hf:many", "whole", "bytes", **options)
     writes = len({tuple(shard["end"]) for shard in data.read_manifest(whole)["shards"]})
     assert writes > 4
-    for kills in ([1], [writes - 1], [1, 2, 3]):
+    for kills in ([1], [writes - 1], [1, 2, max(writes - 5, 1)]):
         shutil.rmtree("killed", ignore_errors=True)
         for kill in kills:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
