@@ -94,9 +94,9 @@ from data import (
     validation_batches,
     why_not_made,
 )
-from loggers.machine import hardware, machine_curves, memory_gb
+from loggers.machine import combined, hardware, machine_curves, memory_gb
 from loggers.mfu import MFU
-from loggers.start import loggers_of, say_plan
+from loggers.start import loggers_of, say_plan, what_next
 from model import blocks_of, compute_dtype, copied_buffers, first_values, num_params, use_device
 from ops.device import keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA, local_shard
@@ -1615,9 +1615,9 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
 
     on_rank0(begin)
     machines = Counter(all_gather(hardware(world.device)))
-    say_plan(run, state, log, machines, compiles(settings["compile"], world.device))
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
-    log.say(f"run directory {log.out}{resuming}")
+    say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
+             compiles(settings["compile"], world.device))
     warn_of_changes(run, model)
     say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
                        f"torch {torch.__version__}")
@@ -1814,14 +1814,10 @@ class Metrics:
         return dict(zip(self._means, reduce_sum([*self._means.values()], self.world)))
 
     def machines(self) -> dict:
-        """The most memory of any process, and the curves of each machine, with its name if there are several,
-        from its first process.
-        """
+        """What all processes say of their machines; the curves have a machine's name if there are several."""
         world = self.world
         host = f"/{world.node}-{HOST}" if world.nodes > 1 else ""
-        own = machine_curves(host) if world.local_rank == 0 else {}
-        memory, curves = zip(*all_gather((memory_gb(world.device), own)))
-        return functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
+        return combined(*zip(*all_gather((memory_gb(world.device), machine_curves(host)))))
 
     def state_dict(self) -> dict:
         """The plain values for a checkpoint. All ranks call this."""
@@ -1922,6 +1918,8 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     def finish():
         checkpoints.close()
         log.finish(step, samples, memory, ending)
+        with suppress(OSError):  # nothing may stop a run that is done
+            log.say(what_next(run, stopping > 0))
 
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
     # torchrun whose processes have ended waits for the others only for a while.

@@ -50,14 +50,14 @@ TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss":
         "val_cycles": "HRM/val_cycles", "val_ponder": "HRM/val_ponder",
         "val_exact": "Pairs/val_exact", "val_accuracy": "MLM/val_accuracy",
         "val_bits_per_byte": "Loss/val_bits_per_byte", "val_perplexity": "Loss/val_perplexity",
-        "System": "System"}
+        "mem_gb": "System/peak_memory_GB", "System": "System"}
 
 # Other keys of the record of a training step. A key that is in neither was named by a trainer.
-OTHER_KEYS = {"step", "skipped", "tokens", "labels", "mem_gb", "time"}
+OTHER_KEYS = {"step", "skipped", "tokens", "labels", "time"}
 
 # What a trainer or a model of one's own cannot call its numbers
-TAKEN = OTHER_KEYS | {"grad_norm", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes", "System",
-                      "accuracy", "bits_per_byte"}
+TAKEN = OTHER_KEYS | {"grad_norm", "mem_gb", "mfu", "tokens_per_sec", "epoch_loss", "epoch_seconds", "bytes",
+                      "System", "accuracy", "bits_per_byte"}
 
 # Formats for the results of an evaluation, by the keys of a record, in the order of printing
 EVALUATION = {"val_loss": "validation loss {:.4f}", "val_perplexity": "perplexity {:.4g}",
@@ -134,6 +134,8 @@ def step_line(record: dict, eta: float, sync: str) -> str:
     parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
     if record["mfu"] is not None:
         parts.append(f"{record['mfu']:.1%} MFU")
+    if "System/GPU_percent_most" in record:
+        parts.append("GPU {System/GPU_percent_least:.0f}-{System/GPU_percent_most:.0f}%".format_map(record))
     return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
 
 
@@ -238,6 +240,7 @@ class TrainLog:
     def __init__(self, path: Path, prefix: str, active: bool = True):
         self.active = active
         self._prefix = prefix
+        self._days = {}  # of the last line on the screen and in the file
         self._steps = 0  # of the run, see begin
         self._bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints also calls say
@@ -256,13 +259,20 @@ class TrainLog:
         if not self.active:
             return
         with self._lock:
+            now = time.strftime("%F %T")
             with suppress(OSError):  # the terminal may be gone
-                if on_screen and self._bar.disable:  # as with TQDM_DISABLE
-                    say(text)
-                elif on_screen:
-                    self._bar.write(text)
+                if on_screen:
+                    line = self._stamped(text, now, "screen")
+                    say(line) if self._bar.disable else self._bar.write(line)  # as with TQDM_DISABLE
             with suppress(OSError, UserError):  # a full disk must not stop the training
-                self._file.write(text + "\n")
+                self._file.write(self._stamped(text, now, "file") + "\n")
+
+    def _stamped(self, text: str, now: str, where: str) -> str:
+        """The text after the time, and after the date if it is the first of its day on the screen or in the
+        file. Of several lines only the first has them.
+        """
+        before, self._days[where] = self._days.get(where), now[:10]
+        return f"{now[11:] if before == now[:10] else now} {text}"
 
     def tick(self, step: int):
         """Advances the progress bar."""

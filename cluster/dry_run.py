@@ -18,6 +18,7 @@ from cli.errors import UserError, first_line, from_launcher, say
 from cli.flags import SHARDED, STRATEGIES, flags_of_model
 from data import default_tokenizer, directory_of, plan_batch, read_manifest, sources_of
 from ddp_utils import list_checkpoints
+from loggers.start import shape_of, wrapped
 from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
@@ -158,8 +159,8 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
         raise UserError(f"--dry-run does not read the run in {args.out}: give its flags, without --out.")
     gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
     processes, gigabytes = machine(args.dry_run, gpus)
-    _, batch, _ = plan_batch(processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch,
-                             args.largest_batch)
+    global_batch, batch, grad_accum = plan_batch(
+        processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch, args.largest_batch)
     model = empty_model(model_class, args)
     precision = "bf16" if args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
@@ -181,15 +182,27 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
                 say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room "
                     "for them")
     activations = kept.get(mode, logits)
-    say(f"{model_class.__name__} of {num_params(model):,} parameters, {processes} processes with "
-        f"{gigabytes:.0f} GB each, micro-batches of {batch} x {args.seq_len}, {precision}, compile "
-        f"{'on' if compiled else 'off'}, activation checkpointing {mode}; in GB:")
+    say(wrapped(f"""machine
+  world size  {processes} processes with {gigabytes:.0f} GB each
+  precision   {precision}
+  compile     {"on" if compiled else "off"}
+  recompute   {mode} (--checkpoint-activations)
+model
+  model       {shape_of(model)}
+  size        {model_class.__name__} {args.size}
+  parameters  {num_params(model):,}
+batch
+  batch       {batch} x accumulation {grad_accum} x processes {processes} = {global_batch} sequences
+  tokens      {global_batch * args.seq_len:,} a step
+memory of a process in GB"""))
     table = {strategy: memory_of(model, strategy, args, processes, activations) for strategy in STRATEGIES}
     fitting = [strategy for strategy, held in table.items() if fits(held, gigabytes, device)]
-    say(f"{'--strategy':20}" + "".join(f"{part:>13}" for part in (*table["ddp"], "together")))
+    widths = {part: max(len(part) + 1, 8) for part in (*table["ddp"], "together")}
+    say(f"{'--strategy':13}" + "".join(f"{part:>{width}}" for part, width in widths.items()) + " fits")
     for strategy, held in table.items():
-        numbers = "".join(f"{n / 1e9:13.2f}" for n in (*held.values(), sum(held.values())))
-        say(f"{strategy:20}{numbers}  {'fits' if strategy in fitting else 'does not fit'}")
+        numbers = zip((*held.values(), sum(held.values())), widths.values())
+        say(f"{strategy:13}" + "".join(f"{n / 1e9:{width}.2f}" for n, width in numbers)
+            + f"{'yes' if strategy in fitting else 'no':>5}")
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
     twice = gpus and f" to {2 * file:.2f}" or ""  # torch rounds pinned memory up to powers of two
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "

@@ -2,6 +2,8 @@
 and torch's messages.
 """
 
+import functools
+import operator
 import re
 import resource
 import sys
@@ -55,6 +57,17 @@ def machine_curves(suffix: str = "") -> dict[str, float]:
         with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
             values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
+
+
+def combined(memory: list[float], curves: list[dict]) -> dict[str, float]:
+    """The record of all processes, given the peak memory and the machine_curves of each: the largest peak,
+    the curves of each machine's first process, and with several GPUs the use of the least and the most used.
+    """
+    record = functools.reduce(operator.or_, reversed(curves), {"mem_gb": round(max(memory), 3)})
+    used = [values[key] for values in curves for key in values if "GPU_percent" in key]
+    if len(used) > 1:
+        record |= {"System/GPU_percent_least": min(used), "System/GPU_percent_most": max(used)}
+    return record
 
 
 def hardware(device) -> str:

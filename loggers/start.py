@@ -1,10 +1,15 @@
 """What a run says before its first step, and what gets its records."""
 
+import os
+import shlex
+import textwrap
 from collections import Counter
 from dataclasses import replace
 
 import torch
+from tqdm import tqdm  # comes with datasets
 
+import monitor
 from cli.flags import flag_fields, flags_of_model
 from loggers.machine import begin_curves
 from loggers.picture import History
@@ -13,6 +18,7 @@ from loggers.wandb import WandbRun
 from model import blocks_of, num_params
 from monitor import NO_BYTES
 from prepare.pipeline import LARGER_SPLIT
+from weights.huggingface import HF_FAMILIES
 
 
 def too_short(dataset) -> str:
@@ -35,9 +41,24 @@ def loggers_of(run, log) -> list:
     return [*loggers, History(log)]
 
 
-def say_plan(run, state, log, machines: Counter, compiled: bool):
-    """Prints what will be trained, where, how and on what. `machines` counts the processes by what
-    loggers.machine.hardware says of theirs; `compiled` is whether blocks are.
+# of a table; a long word, such as a name, stays whole on a line of its own
+WRAPPER = textwrap.TextWrapper(80, subsequent_indent=14 * " ", break_long_words=False, break_on_hyphens=False)
+
+
+def wrapped(table: str) -> str:
+    return "\n".join(map(WRAPPER.fill, table.splitlines()))
+
+
+def shape_of(model) -> str:
+    """A model's shape in one line."""
+    get = vars(model.config).get
+    return (f"layers {get('n_layer', '-')}, heads {get('n_head', '-')}, width {get('d_model', '-')}, "
+            f"context {get('seq_len')}, parameters {tqdm.format_sizeof(num_params(model))}")
+
+
+def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
+    """Prints what will be trained, where, how and on what, then what is odd about it. `machines` counts the
+    processes by the hardware that they run on; `compiled` is whether blocks are compiled.
     """
     world, dataset = run.world, run.dataset
     settings = log.settings
@@ -46,50 +67,48 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     blocks = blocks_of(model)
     row = run.row
     usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
-    shape = [f"{name} {value}" for name, value in flags_of_model(type(c), c).items()
-             if value != getattr(usual, name) or name == "attention"]  # which the data may choose
-    parameters = (f"{num_params(model):,} parameters, {sum(map(num_params, blocks)):,} of them in "
-                  f"{len(blocks)} blocks")
-    ids = f"vocabulary {c.vocab_size:,}, padded to {c.padded_vocab:,}"
-    name = type(model).__name__.removeprefix("FSDP")  # which has shards
-    run.say("; ".join([f"{name} {settings['size']}: {parameters}", *shape, ids]))
+    name = type(model).__name__.removeprefix("FSDP")  # sharded models have that prefix
+    flags = "".join(f", {name} {value}" for name, value in flags_of_model(type(c), c).items()
+                    if value != getattr(usual, name) or name == "attention")  # the data may choose that
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         trained.append(f"{type(inner).__name__} trains {count:,}")
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    run.say(f"of these parameters {', '.join(trained)}, and {frozen:,} are frozen")
-    if not blocks:
-        run.say(f"WARNING: no layer of {name} inherits Block of model.py, so none is "
-                "compiled, recomputed by --checkpoint-activations or sharded by itself")
-
-    hosts = ", ".join(f"{count} x {name}" for name, count in machines.items())
-    processes = (f"processes {world.world_size}, nodes {world.nodes}, backend {world.backend} "
-                 f"(--backend {settings['backend']}, on {world.device.type})")
-    scaler = f"GradScaler {'on' if state.scaler.is_enabled() else 'off'}"
-    compiling = f"compile {'on' if compiled else 'off'}"
-    saving = f"activation checkpointing {settings['checkpoint_activations']}, strategy {settings['strategy']}"
-    fast = ", --fast: a resumed run differs in the last bits" if settings["fast"] else ""
-    run.say(f"{processes}, {hosts}, threads per process {torch.get_num_threads()}; activations "
-            f"{settings['precision']}, no autocast, {scaler}, {compiling}, {saving}{fast}")
-
     rows = dataset.train.rows
-    read = (f"{dataset.train.num_tokens:,} training tokens, {rows:,} rows of {settings['seq_len']}, loss "
-            f"{dataset.loss}")
-    validation = (f"{log.val_tokens:,} validation tokens of unigram entropy {log.entropy:.4f} (losses "
-                  "are in nats per token; a model without any context reaches none below that)")
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
     evaluated = sum(min(limit, rows) for rows in held_out)
-    run.say(f"data {dataset.name}: {read}; {validation}; an evaluation reads {evaluated:,} of "
-            f"{sum(held_out):,} rows")
+    batch = run.global_batch
+    seq_len = settings["seq_len"]
+    run.say(heading + "\n" + wrapped(f"""machine
+  world size  {world.world_size}, nodes {world.nodes}
+  hardware    {", ".join(f"{count} x {name}" for name, count in machines.items())}
+  threads     {torch.get_num_threads()} per process
+  backend     {world.backend} (--backend {settings["backend"]}, on {world.device.type})
+  strategy    {settings["strategy"]}
+  precision   {settings["precision"]}, no autocast, GradScaler {"on" if state.scaler.is_enabled() else "off"}
+  compile     {"on" if compiled else "off"}{", --fast: resumes aren't exact" * bool(settings["fast"])}
+  recompute   {settings["checkpoint_activations"]} (--checkpoint-activations)
+model and data
+  model       {shape_of(model)}
+  size        {name} {settings["size"]}{flags}
+  parameters  {num_params(model):,}, {sum(map(num_params, blocks)):,} of them in {len(blocks)} blocks
+  optimizer   {", ".join(trained)}; {frozen:,} frozen
+  vocabulary  {c.vocab_size:,}, padded to {c.padded_vocab:,}
+  data        {dataset.name}
+  training    {dataset.train.num_tokens:,} tokens, {rows:,} rows of {seq_len}, loss {dataset.loss}
+  validation  {log.val_tokens:,} tokens, unigram entropy {log.entropy:.4f} nats per token
+  evaluation  {evaluated:,} of {sum(held_out):,} rows
+steps and batches
+  batch       {run.batch} x accumulation {run.grad_accum} x processes {world.world_size} = {batch} sequences
+  steps       {run.steps:,}, {rows / batch:.1f} an epoch
+  tokens      {batch * seq_len:,} a step, {run.steps * batch * seq_len:,} in {run.steps:,} steps"""))
 
-    sequences = run.global_batch
-    passes = run.steps * sequences / rows
-    batch = f"{run.batch} x accumulation {run.grad_accum} x processes {world.world_size}"
-    tokens = f"{sequences * settings['seq_len']:,} tokens a step"
-    run.say(f"batch {batch} = {sequences} sequences, {tokens}; {run.steps} steps, "
-            f"{rows / sequences:.1f} an epoch")
+    if not blocks:
+        run.say(f"WARNING: no layer of {name} inherits Block of model.py, so none is "
+                "compiled, recomputed by --checkpoint-activations or sharded by itself")
+    passes = run.steps * batch / rows
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         run.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
@@ -111,3 +130,29 @@ def say_plan(run, state, log, machines: Counter, compiled: bool):
     elif not dataset.val:
         run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
                 f"them with {LARGER_SPLIT} in another directory")
+
+
+def what_next(run, stopped: bool) -> str:
+    """Where the files of a run are at its end, and three commands to go on with."""
+    out = run.out
+    newest = max(out.glob("checkpoints/step_*.pt"), default=out)  # names begin with the step
+    files = f"""\
+  newest       checkpoints/{newest.name}
+  best         checkpoints/best.pt
+  log          train.log
+  numbers      metrics.jsonl
+  curves       training_history.png
+  TensorBoard  tb""".splitlines()
+    files = [line for line in files if (out / line.split()[1]).exists()]
+    use = "--chat" if run.dataset.marker_ids["response"] >= 0 else "--prompt The"
+    if "fill" in run.args:
+        use = "--fill 'The [MASK] sat.'"
+    if run.dataset.vocab_size:  # its ids aren't text
+        use = f"--steps {2 * run.steps}"
+    quoted = shlex.quote(str(out))
+    start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {quoted}"
+    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {quoted}"
+    third = f"{start} {'--export' if run.model_class in HF_FAMILIES else '--eval-only'}"
+    if stopped:
+        third = run.command
+    return "\n".join([f"files in {out}", *files, "next:", f"  {start} {use}", f"  {watch}", f"  {third}"])

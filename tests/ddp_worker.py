@@ -461,6 +461,18 @@ def check_stop(world: World) -> None:
     assert vote.agreed == vote.vote() == signal.SIGUSR1
 
 
+def check_machines(world: World) -> None:
+    """One collective collects the memory and the use of all GPUs."""
+    used = {"System/GPU_percent": 40.0 + 50 * world.rank, "System/GPU_VRAM_MB": 7.0 + world.rank}
+    gathered = mock.Mock(wraps=ddp_utils.all_gather)
+    with mock.patch.multiple(ddp_utils, all_gather=gathered, machine_curves=lambda host: used,
+                             memory_gb=lambda device: 3.0 - world.rank):
+        found = ddp_utils.Metrics.machines(SimpleNamespace(world=world))
+    assert found == {"mem_gb": 3.0, "System/GPU_percent": 40.0, "System/GPU_VRAM_MB": 7.0,
+                     "System/GPU_percent_least": 40.0, "System/GPU_percent_most": 90.0}, found
+    assert gathered.call_count == 1
+
+
 def check_flash4(world: World) -> None:
     """It is taken if both ranks can, and all say so alike, whatever keeps one of them from it."""
     said = []

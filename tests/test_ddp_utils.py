@@ -1,5 +1,6 @@
 """ddp_utils.py: agreement of several processes, and checkpoints on disk."""
 
+import argparse
 import contextlib
 import fcntl
 import importlib.util
@@ -7,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ import threading
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,7 +35,7 @@ import train_gpt2
 from cli.errors import RunError, UserError
 from cluster import diagnosis, dry_run
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
-from loggers.start import say_plan
+from loggers.start import say_plan, what_next
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
 from ops import attention, device
 from weights.use import load_model
@@ -41,7 +44,7 @@ CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "sk
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
           "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
-          "who_writes_samples", "stop", "flash4"]
+          "who_writes_samples", "stop", "flash4", "machines"]
 
 
 def run_checks() -> dict[str, str]:
@@ -792,16 +795,58 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     log = SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0)
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, row={},
                           steps=300, global_batch=16, batch=8, grad_accum=2)
-    say_plan(run, make_state(world), log, Counter(["a GPU"]), True)
-    assert any("WARNING: the run reads this text 80 times" in text for text in said) == warned
-    assert said[0].startswith("HRM tiny: 7,680 parameters, 5,632 of them in 2 blocks; seq_len 16; ")
-    assert said[4] == ("batch 8 x accumulation 2 x processes 1 = 16 sequences, 128 tokens a step; 300 steps, "
-                       "3.8 an epoch")
+    say_plan(run, make_state(world), log, "run directory", Counter(["a GPU"]), True)
+    plan, *after = said
+    assert any("WARNING: the run reads this text 80 times" in text for text in after) == warned
+    assert "WARNING" not in plan
+    for label, value in {
+            "world size": "1, nodes 1", "hardware": "1 x a GPU",
+            "parameters": "7,680, 5,632 of them in 2 blocks",
+            "model": "layers 1, heads 2, width 16, context 16, parameters 7.68k",
+            "batch": "8 x accumulation 2 x processes 1 = 16 sequences", "steps": "300, 3.8 an epoch",
+            "tokens": "128 a step, 38,400 in 300 steps"}.items():
+        assert f"\n  {label:12}{value}\n" in plan + "\n"
+    titles = [line for line in plan.splitlines() if not line.startswith(" ")]
+    assert titles == ["run directory", "machine", "model and data", "steps and batches"]
+    assert plan.partition("model and data\n")[2].startswith("  model  ")
     sharded = make_state(world, strategy="zero2")
     sharded.model.__class__ = type("FSDPHRM", (HRM,), {})
     said.clear()
-    say_plan(run, sharded, log, Counter(["a GPU"]), True)
-    assert said[0].startswith("HRM tiny: ")
+    dataset.name = "+".join(["a-directory-with-a-long-name", "d" * 70])
+    say_plan(run, sharded, log, "run directory", Counter(["NVIDIA H200, 150 GB", "g" * 40, "h" * 40]), True)
+    assert "  size        HRM tiny" in said[0]
+    long = [line for line in said[0].splitlines() if len(line) > 80]
+    assert long == [14 * " " + dataset.name]  # whole, on a line of its own
+
+
+@pytest.mark.parametrize("trainer, pairs, vocab_size, stopped, use, third", [
+    ("train_gpt2.py", -1, None, False, "--prompt The", "--export"),
+    ("train_gpt2.py", 256, None, False, "--chat", "--export"),
+    ("train_mlm.py", -1, None, False, "--fill 'The [MASK] sat.'", "--export"),
+    ("mine/train_own.py", -1, 64, False, "--steps 600", "--eval-only"),
+    ("train_gpt2.py", -1, None, True, "--prompt The", "torchrun train_gpt2.py")])
+def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypatch, trainer, pairs,
+                                                            vocab_size, stopped, use, third):
+    """The files that are there, and commands for this model that can be pasted into this directory."""
+    monkeypatch.chdir(tmp_path)
+    out = Path("my runs/one")
+    (out / "checkpoints").mkdir(parents=True)
+    for name in ("step_00000003_loss1.pt", "step_00000010_loss1.pt", ".tmp-step_00000012.pt"):
+        (out / "checkpoints" / name).touch()
+    (out / "train.log").touch()
+    models = {"train_gpt2.py": GPT2, "train_mlm.py": MLM}
+    run = SimpleNamespace(
+        out=out, trainer=tmp_path / trainer, command=third, steps=300, model_class=models.get(trainer, HRMConfig),
+        dataset=SimpleNamespace(marker_ids={"response": pairs}, vocab_size=vocab_size),
+        args=argparse.Namespace(**{"fill": None} if trainer == "train_mlm.py" else {}))
+    title, *lines = what_next(run, stopped).splitlines()
+    at = lines.index("next:")
+    assert title == "files in my runs/one"
+    assert [line.split() for line in lines[:at]] == [
+        ["newest", "checkpoints/step_00000010_loss1.pt"], ["log", "train.log"]]
+    start = f"  python {trainer} --out 'my runs/one' "
+    watch = f"  python {shlex.quote(os.path.relpath(ROOT / 'monitor.py'))} 'my runs/one'"
+    assert lines[at + 1:] == [start + use, watch, f"  {third}" if stopped else start + third]
 
 
 def test_an_evaluation_of_another_branch_is_not_one_without_a_file(tmp_path, world):

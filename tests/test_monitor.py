@@ -204,6 +204,22 @@ def test_curves_of_a_gpu(monkeypatch, installed):
     assert found == {"System/GPU_VRAM_MB": 3072.0} | ({"System/GPU_percent": 89} if installed else {})
 
 
+def test_a_log_line_has_the_least_and_the_most_used_gpu(capsys):
+    """Of several GPUs, and the largest peak of memory; the other curves are those of each first process."""
+    def curves(used, host=""):
+        return {f"System/RAM_percent{host}": used / 2} | ({f"System/GPU_percent{host}": used} if used else {})
+
+    assert machine.combined([1.5], [curves(97)]) == {"mem_gb": 1.5} | curves(97)  # it is alone
+    assert machine.combined([1, 2], [curves(0), curves(0)]) == {"mem_gb": 2} | curves(0)  # they don't say
+    on = "/node0-a", "/node1-b"
+    found = machine.combined([1, 9, 3, 2], [curves(80, on[0]), curves(31, on[0]), curves(98, on[1]),
+                                           curves(90, on[1])])
+    both = {"System/GPU_percent_least": 31, "System/GPU_percent_most": 98}
+    assert found == {"mem_gb": 9} | both | curves(80, on[0]) | curves(98, on[1])
+    line = monitor.step_line(record(1) | found, 9.0, "OK")
+    assert " | GPU 31-98% | 9.0 GB | " in line and "GPU " not in monitor.step_line(record(1), 9.0, "OK")
+
+
 @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs a GPU")
 def test_gpus_agree_with_nvidia_smi():
     pytest.importorskip("pynvml")
@@ -267,6 +283,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, mes
 # RunLog
 
 
+STAMP = re.compile(r"^(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d ", re.M)  # of a line of train.log
 OF_RUN = {"sync": "OK", "val_tokens": 8, "entropy": 2.89861}
 
 
@@ -316,7 +333,7 @@ def test_tags(tmp_path):
     log.close()
     found = curves(tmp_path)
     assert found.pop("settings/text_summary") == 1
-    for tag in ("System/CPU_percent", "System/RAM_percent"):
+    for tag in ("System/CPU_percent", "System/RAM_percent", "System/peak_memory_GB"):
         assert [step for step, _ in found.pop(tag)] == [1, 2]
     one = {"Loss/train_step": 4.9, "Loss/val_epoch": 4.5, "LR": 1e-3, "GradNorm": 1.0,
            "Throughput/tokens_per_sec": 50.0, "Throughput/mfu": 0.25, "HRM/bp_steps": 2, "HRM/cycles": 2,
@@ -593,7 +610,8 @@ def test_each_record_goes_to_all_sinks_by_one_call(tmp_path, capsys):
     assert got == [0, 1, 1, "closed", 2, 2, 2, "closed"]
     said = ["[Rank 0/1] step 1/10 | loss 4.9", "step 1 | validation loss 4.0",
             "[Rank 0/1] step 2/10 | loss 4.9", "step 2 | validation loss 4.0"]
-    assert (tmp_path / "train.log").read_text().splitlines() == said == capsys.readouterr().out.splitlines()
+    texts = (tmp_path / "train.log").read_text(), capsys.readouterr().out
+    assert [STAMP.sub("", text).splitlines() for text in texts] == [said, said]
     assert len(monitor.read_metrics(tmp_path)) == 4
     assert curves(tmp_path)["Loss/val_epoch"] == [(1, 4.0), (2, 4.0)]
 
@@ -606,7 +624,8 @@ def test_an_evaluation_is_one_line(tmp_path, capsys, found, line):
     log = begun(tmp_path, seq_len=8)
     capsys.readouterr()
     log.evaluation(9, 1, {"val_loss": 2.62509, **found})
-    assert capsys.readouterr().out == line and (tmp_path / "train.log").read_text().endswith(line)
+    assert STAMP.sub("", capsys.readouterr().out) == line
+    assert (tmp_path / "train.log").read_text().endswith(line)
 
 
 @pytest.mark.parametrize("loss, best", [(1.9, True), (2.1, False)])
@@ -675,7 +694,7 @@ def test_lines_where_tqdm_is_disabled(tmp_path):
             "log.write({'step': 1, 'loss': 2.0}, 'loss 2')")
     command = f"import pty; pty.spawn([{sys.executable!r}, '-c', {code!r}, {str(tmp_path / 'log')!r}])"
     done = finish(start([sys.executable, "-c", command], TQDM_DISABLE=1))
-    assert done.code == 0 and done.out.strip() == "rank 0 step 1/9 | loss 2", done.out
+    assert done.code == 0 and done.out.strip().endswith(" rank 0 step 1/9 | loss 2"), done.out
 
 
 def test_closed_streams_are_no_traceback(tmp_path, corpus):
@@ -700,7 +719,27 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, bar
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
         log.say("still here")
-    assert (tmp_path / "train.log").read_text() == "still here\n"
+    assert STAMP.sub("", (tmp_path / "train.log").read_text()) == "still here\n"
+
+
+@pytest.mark.parametrize("bar", [False, True], ids=["lines", "progress bar"])
+def test_each_entry_has_the_time_and_the_first_of_a_day_the_date(tmp_path, monkeypatch, capsys, bar):
+    """On the screen and in the file, though the screen does not show each line. A table follows its title."""
+    screen = []
+    log = log_with(tmp_path, 0, {"steps": 10})
+    if bar:
+        log._text._bar = SimpleNamespace(write=screen.append, disable=False, close=len,
+                                         set_description_str=lambda *_, **__: None)
+    for now, text in (("2026-12-31 23:59:58", "one"), ("2026-12-31 23:59:59", "a plan\n  rows  1"),
+                      ("2027-01-01 00:00:00", None), ("2027-01-01 00:00:01", "two")):
+        monkeypatch.setattr(time, "strftime", lambda form, now=now: now)
+        log.say(text) if text else log.write(record(1), "loss 4.9")
+    lines = ["2026-12-31 23:59:58 one", "23:59:59 a plan", "  rows  1",
+             "2027-01-01 00:00:00 [Rank 0/1] step 1/10 | loss 4.9", "00:00:01 two"]
+    assert (tmp_path / "train.log").read_text().splitlines() == lines
+    if bar:  # which shows the step
+        lines[3:] = ["2027-01-01 00:00:01 two"]
+    assert ("\n".join(screen) or capsys.readouterr().out.strip()).splitlines() == lines
 
 
 def metrics_of(means: dict) -> SimpleNamespace:

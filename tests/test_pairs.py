@@ -1014,7 +1014,7 @@ def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
     def begun(name, weights, **changes):
         done = trainer.fork(ranks, pairs, tmp_path / name, init_from=weights, lr=0, size="tiny", **changes)
         assert done.code == 0, done.out
-        found = re.search(r"attention (\w+); n_layer", done.out)[1]
+        found = re.search(r"attention (\w+), n_layer", done.out)[1]
         return found, "WARNING: " in done.out and "attention, and this run has" in done.out, \
             evaluations_of(tmp_path / name)[-1]["val_loss"]
     before = [evaluations_of(run)[-1]["val_loss"] for run in (prefix, isolated)]

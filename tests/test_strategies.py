@@ -236,7 +236,7 @@ def test_dry_run_says_what_fits():
     assert tiny.code == small.code == large.code == 0 and "8 processes with 80 GB" in large.out
     assert "--strategy ddp does not fit" in small.out and "--strategy ddp fits." in large.out
     assert "a smaller --batch" in small.out and "a smaller --batch" not in tiny.out
-    parameters = int(re.search(r"GPT2 of ([\d,]+) parameters", large.out)[1].replace(",", ""))
+    parameters = int(re.search(r"\n +parameters +([\d,]+)", large.out)[1].replace(",", ""))
     assert f"a checkpoint is {12 * parameters / 1e9:.2f} GB" in large.out
     file = 12 * parameters / 1e9
     assert f"and {file:.2f} to {2 * file:.2f} GB of rank 0's host memory" in large.out  # see test_cuda.py

@@ -161,7 +161,7 @@ def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
 
     def settings(steps: int) -> dict:
         done = puzzle.train(0, shards, tmp_path / "run", steps=steps)
-        assert done.code == 0 and "16 sequences, 1,024 tokens a step" in done.out, done.out
+        assert done.code == 0 and "= 16 sequences" in done.out and "1,024 a step" in done.out, done.out
         return read_checkpoint(list_checkpoints(tmp_path / "run")[0])["settings"]
 
     with monkeypatch.context() as older:

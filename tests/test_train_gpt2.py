@@ -1,16 +1,20 @@
 """train_gpt2.py: what is its own. The loop is that of train_hrm.py, whose tests go further."""
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
@@ -20,6 +24,7 @@ import ddp_utils
 import train_gpt2
 from cli.errors import UserError
 from ddp_utils import list_checkpoints
+from loggers.command import main as monitor_command
 from model import GPT2 as GPT2Model
 from model import GPT2Block
 from prepare import packing
@@ -64,7 +69,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     out = tmp_path / "run"
     done = GPT2.train(0, shards, out, steps=20, sample_every=1, eval_every=10, sample_prompt="def ñ")
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
-    shape = r"GPT2 tiny: [\d,]+ parameters, .* blocks; seq_len 32; attention causal; n_layer 1; d_model 32; "
+    shape = r"size +GPT2 tiny, seq_len 32, attention causal, n_layer 1, d_model 32\n"
     assert re.search(shape, done.out), done.out
     used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
                      "--temperature", "0")
@@ -107,7 +112,7 @@ def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shard
     info = run(0, "data.py", "info", shards).out
     entropies = dict(re.findall(r"(train|val): .* unigram entropy (\d\.\d{4}) nats", info))
     assert {entropy for _, entropy in warning.findall(wild.out)} == {entropies["val"]}
-    assert f"unigram entropy {entropies['val']} (losses are in nats per token" in wild.out
+    assert f"unigram entropy {entropies['val']} nats per token" in wild.out
     enough = {"steps": 200, "eval_every": 200, "save_every": 200, "lr": 1e-2, "seq_len": 32}
     tame = GPT2.train(0, shards, tmp_path / "tame", **flags | enough)
     assert tame.code == 0 and not warning.search(tame.out), tame.out
@@ -123,9 +128,9 @@ def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shard
 def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
     flags = {"n_layer": None, "n_head": None, "d_model": None, "seq_len": None, "steps": 1, "eval_batches": 1}
     plain = GPT2.train(0, shards, tmp_path / "plain", **flags)
-    assert "in 4 blocks; attention causal; vocabulary" in plain.out, plain.out
+    assert "GPT2 tiny, attention causal\n" in plain.out, plain.out
     other = GPT2.train(0, shards, tmp_path / "other", **flags | {"n_layer": 1, "attention": "isolated"})
-    assert re.search(r"in 1 blocks; attention isolated; n_layer 1; vocabulary", other.out), other.out
+    assert re.search(r"GPT2 tiny, attention isolated, n_layer 1\n", other.out), other.out
 
 
 def found(world, *flags: str) -> argparse.Namespace:
@@ -208,11 +213,11 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     """The 16 sequences of `tiny` become 15, and no row is skipped or repeated when one process goes on."""
     flags = {"global_batch": None, "out": tmp_path / "run", "log_every": 1, "save_every": 2}
     three = GPT2.fork(3, shards, steps=2, **flags)
-    assert three.code == 0 and "batch 5 x accumulation 1 x processes 3 = 15 sequences, " in three.out
+    assert three.code == 0 and " 5 x accumulation 1 x processes 3 = 15 sequences\n" in three.out
     assert "16 sequences a step do not divide among 3 processes: taking 15" in three.out
     assert "WARNING: 15 sequences a step, not 16, " in three.out
     one = GPT2.train(0, shards, steps=4, **flags)
-    assert one.code == 0 and "batch 5 x accumulation 3 x processes 1 = 15 sequences, " in one.out, one.out
+    assert one.code == 0 and " 5 x accumulation 3 x processes 1 = 15 sequences\n" in one.out, one.out
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]
 
 
@@ -226,6 +231,38 @@ def test_short_documents_can_be_left_out(tmp_path, monkeypatch):
     assert other.code == 2 and "with another --min-words (150, now 20)" in other.out, other.out
 
 
+def test_what_a_run_shows(tmp_path, shards):
+    """Each entry has the time, and the first one has the date. The plan and what --prompt prints have
+    neither. The commands at the end work.
+    """
+    out, stamp = tmp_path / "run", r"\d\d:\d\d:\d\d "
+    done = GPT2.train(0, shards, out, steps=2, save_every=2, eval_every=2, eval_batches=1, max_new_tokens=3)
+    text = (out / "train.log").read_text()
+    assert done.code == 0 and done.out.endswith(text), done.out
+    assert re.match(r"\d{4}-\d\d-\d\d " + stamp, text)
+    entries = ("run directory", "[Rank 0/1 | Node node0 | Device cpu] step 1/2 | loss", "saved step 2",
+               "step 2 | ", "a sample after step 2", "2 steps in", "training complete: 2 steps",
+               f"files in {out}")
+    for entry in entries:
+        assert re.search(f"^{stamp}{re.escape(entry)}", text, re.M), (entry, text)
+    lines = text.splitlines()
+    plan = lines[lines.index("machine"):]
+    plan = [*itertools.takewhile(lambda line: not re.match(stamp, line), plan)]
+    assert plan.count("steps and batches") == plan.count("model and data") == 1
+    assert max(map(len, plan)) <= 80, plan
+    assert re.match("  model +layers 1, heads 2, width 32, context 32, parameters ",
+                    plan[plan.index("model and data") + 1])
+    prompt, watch, export = (shlex.split(line) for line in lines[lines.index("next:") + 1:])
+    assert prompt[:2] == export[:2] == ["python", os.path.relpath(ROOT / GPT2.script)]
+    assert export[2:] == ["--out", str(out), "--export"]
+    answer = GPT2.here(*prompt[2:], "--max-new-tokens", "3")
+    assert answer.code == 0 and "The" in answer.out and not re.search(stamp, answer.out), answer.out
+    assert os.path.realpath(watch[1]) == str(ROOT / "monitor.py")
+    with contextlib.redirect_stdout(io.StringIO()) as summary:
+        monitor_command(watch[2:])
+    assert json.loads(summary.getvalue())["step"] == 2
+
+
 @pytest.mark.full
 def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_path, corpus):
     """Although each step is more than a pass over it. The run says so, and what it saves and removes."""
@@ -235,11 +272,11 @@ def test_a_small_text_is_evaluated_and_saved_at_the_asked_intervals_only(tmp_pat
     done = GPT2.train(0, small, out, global_batch=600, steps=12, eval_every=4, save_every=6)
     assert done.code == 0, done.out
     assert [line["step"] for line in evaluations_of(out)] == [4, 8, 12]
-    assert re.findall(r"^saved step (\d+) \(", done.out, re.MULTILINE) == ["4", "6", "8", "12"]
+    assert re.findall(r"^\S+ saved step (\d+) \(", done.out, re.MULTILINE) == ["4", "6", "8", "12"]
     assert done.out.count("; removed step_00000004_") == 1 and done.out.count("; removed") == 1
     assert "WARNING: the run reads" not in done.out and done.out.count("best so far") == 2
     best = min((line["val_loss"], line["step"]) for line in evaluations_of(out))
-    assert re.search(rf"^12 steps in .* best evaluation {best[0]:.4f} at step {best[1]}; peak memory",
+    assert re.search(rf"^\S+ 12 steps in .* best evaluation {best[0]:.4f} at step {best[1]}; peak memory",
                      done.out, re.MULTILINE), done.out
     longer = GPT2.train(0, small, out, global_batch=600, steps=20, eval_every=20, save_every=20)
     assert re.search(r"WARNING: the run reads this text 2\d times", longer.out), longer.out

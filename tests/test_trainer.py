@@ -94,7 +94,7 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
     # shapes that depend on the data, in a trainer of one's own
     uncounted = pytestconfig.getoption("--trainer") and "MFU is not shown (" in done.out
     assert uncounted or all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))
-    assert done.code == 0 and re.search(r"parameters, [1-9][\d,]+ of them in \d+ blocks", done.out), done.out
+    assert done.code == 0 and re.search(r", [1-9][\d,]+ of them in \d+ blocks", done.out), done.out
     saved = torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)
     model_class = getattr(module_of(script), saved["family"])
     exported = trainer.here("--out", tmp_path / "run", "--export")
