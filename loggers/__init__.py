@@ -1,6 +1,10 @@
-"""What is made of a run beside train.log and metrics.jsonl: tensorboard.py (tb/), wandb.py (--wandb),
-picture.py (training_history.png and history.json), levels.py (levels.png), machine.py (curves of CPU, memory
-and GPUs), start.py (what a run prints at its start, and what gets its records). command.py is `python
-monitor.py`. RunLog of monitor.py writes the log itself, and step_line there the line of a step;
-log.step(…, NAME=value) in a trainer adds a number.
+"""Everything a run shows, except the log itself:
+
+    start.py                    the plan at the start, the files and next commands at the end, the loggers
+    tensorboard.py, wandb.py    curves: tb/ and --wandb
+    picture.py, levels.py       training_history.png and history.json; levels.png
+    machine.py, mfu.py          CPU, memory and GPUs; the share of a GPU's peak
+    command.py, compare.py      `python monitor.py`
+
+RunLog in monitor.py writes train.log and metrics.jsonl. `log.step(…, NAME=value)` in a trainer adds a number.
 """

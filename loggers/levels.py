@@ -1,4 +1,4 @@
-"""Exact matches by level of difficulty and number of cycles: a table in the log, and levels.png."""
+"""Exact matches by level and number of cycles: a table in the log, and levels.png."""
 
 from pathlib import Path
 
@@ -12,22 +12,23 @@ from ddp_utils import Run, StopVote, TrainState, World, reduce_sum
 from loggers.machine import why_not
 from loggers.picture import figure_class, save_picture
 
-MOST_ROWS = 100  # of each level at the end of a run, nearly 600 sums
-COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of the table
+MOST_ROWS = 100  # rows of each level that the end of a run evaluates, almost 600 sums
+COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of cycles in the table
 
 
 def show_levels(state: TrainState, run: Run):
-    """Shows how an HRM whose cycles are drawn at random answers each validation set of pairs after each
-    cycle. Every rank calls this, at the end of a run. A signal ends the table, and the run is complete.
+    """Shows, at the end of a run, how an HRM answers each validation set of pairs after each cycle. Does
+    nothing unless training drew the number of cycles at random. Every rank calls this. A signal ends the
+    table, and the run is still complete.
     """
     c, named = state.model.config, run.dataset.val
-    # a shard's parameters are gathered for whole forward passes only
+    # sharded parameters are gathered only for whole forward passes
     if len(named) < 2 or not c.least_cycles or c.response < 0 or run.args.strategy in SHARDED:
         return
     levels, samples, stop = {}, [], StopVote(run.world)
     state.model.eval()
     with state.averaged_weights():
-        # on rank 0, where that has a terminal
+        # shows progress on rank 0, if that has a terminal
         for name, shards in tqdm(named.items(), "levels", disable=not run.world.is_rank0 or None):
             levels[name], number = by_cycles(state.model, shards, c.used_cycles, state.world, run.batch,
                                              MOST_ROWS, stop)
@@ -51,8 +52,8 @@ def show_levels(state: TrainState, run: Run):
 @torch.no_grad()
 def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
               rows: int | None = None, stop=None) -> tuple[list[float], float]:
-    """The share of exact matches after each cycle, from 1 to `most`, and the number of samples, up to a
-    signal that `stop`, a StopVote, hears. Every rank calls this.
+    """The share of exact matches after each of `most` cycles, and the number of samples. Ends early when
+    `stop`, a StopVote, hears a signal. Every rank calls this.
     """
     sums = torch.zeros(1 + most, dtype=torch.float64, device=world.device)
     for x, y in validation_batches(shards, batch, world, rows):
@@ -67,7 +68,7 @@ def by_cycles(model, shards: Shards, most: int, world: World, batch: int,
 
 
 def means(levels: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Over the levels of training, and over the others, number by number."""
+    """The mean over the levels in training, and over the others, for each number of cycles."""
     averages = {}
     for prefix in ("trained", "untrained"):
         chosen = [shares for name, shares in levels.items() if name.startswith(prefix)]
@@ -87,8 +88,8 @@ def table(levels: dict[str, list[float]]) -> str:
 
 
 def draw(levels: dict[str, list[float]], trained_with: int, path: Path):
-    """Draws a line for each level, dashed for those of training, with a mark at the most cycles of training.
-    Raises whatever matplotlib does, and UserError.
+    """Draws a line for each level (dashed: in training), and marks the most cycles in training. Raises
+    UserError and whatever matplotlib raises.
     """
     figure = figure_class()(figsize=(8, 4.5))
     axes = figure.subplots()

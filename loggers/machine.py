@@ -1,5 +1,5 @@
-"""The machine: CPU, RAM, disk, network and GPUs. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi, htop
-and torch's messages.
+"""Reads the machine: CPU, RAM, disk, network and GPUs. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi,
+htop and torch's messages.
 """
 
 import functools
@@ -19,15 +19,14 @@ MB = 2**20
 
 
 def why_not(package: str, error: BaseException) -> str:
-    """Why an optional package did not do its part, as one line. One that is there may raise anything, when it
-    is imported or later.
+    """Why an optional package failed, as one line. An installed package can raise anything, also on import.
     """
     missing = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == package
     return f"pip install {package}" if missing else first_line(error)
 
 
 def cpu_and_ram() -> dict:
-    """CPU use since the last call, RAM in bytes. Raises whatever psutil does."""
+    """CPU use since the last call, RAM in bytes. Raises whatever psutil raises."""
     import psutil
     memory = psutil.virtual_memory()
     return {"cpu_percent": psutil.cpu_percent(), "ram_percent": memory.percent,
@@ -35,26 +34,26 @@ def cpu_and_ram() -> dict:
 
 
 def begin_curves(say):
-    """Says why there are no curves of CPU and RAM, if there are none."""
+    """Says why there won't be curves of CPU and RAM, if psutil fails."""
     try:
-        cpu_and_ram()  # the first record has the mean from now on
+        cpu_and_ram()  # the first record has the mean since this call
     except FAULTS as error:
         say(f"curves of CPU and RAM are not written: {why_not('psutil', error)}")
 
 
 def machine_curves(suffix: str = "") -> dict[str, float]:
-    """CPU use since the last call and RAM, in percent; for this thread's GPU, the memory reserved by torch in
-    MB, and the use in percent, which needs nvidia-ml-py. `suffix` ends the name of each curve.
+    """CPU use since the last call and RAM, in percent. For the current GPU also the MB that torch has
+    reserved and, with nvidia-ml-py, the use in percent. `suffix` ends the name of each curve.
     """
     import torch
     values = {}
-    with suppress(*FAULTS):  # begin_curves says what is missing
+    with suppress(*FAULTS):  # begin_curves says what's missing
         now = cpu_and_ram()
         values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
                   f"System/RAM_percent{suffix}": now["ram_percent"]}
     if torch.cuda.is_initialized():
         values[f"System/GPU_VRAM_MB{suffix}"] = torch.cuda.memory_reserved() / MB
-        with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: not every GPU reports it
+        with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: some GPUs don't report it
             values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
 
@@ -78,7 +77,7 @@ def hardware(device) -> str:
 
 
 def memory_gb(device) -> float:
-    """Peak memory so far in GB: of tensors on a GPU, of the process on a CPU."""
+    """Peak memory so far in GB: tensors on a GPU, the whole process on a CPU."""
     import torch
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GB
@@ -94,19 +93,19 @@ def network_traffic() -> tuple[int, int]:
 
 
 def is_trainer(command: list[str]) -> bool:
-    """Whether a command line is Python running a trainer (not torchrun, which only starts trainers)."""
+    """Whether a command line is Python running a trainer, not torchrun starting one."""
     script = next((part for part in command[1:] if part and not part.startswith("-")), "")
-    # on macOS it is Python
+    # the program is called Python on macOS
     return bool(re.fullmatch(r"train_\w+\.py", Path(script).name)) and "ython" in Path(command[0]).name
 
 
 def read_gpus() -> list[dict]:
-    """A dict for each GPU, with None for unreported values. Empty without nvidia-ml-py or a driver."""
+    """A dict for each GPU, with None for values it doesn't report. Empty without nvidia-ml-py or a driver."""
     try:
         import pynvml
         pynvml.nvmlInit()  # repeated calls cost nothing
         count = pynvml.nvmlDeviceGetCount()
-    except FAULTS:  # not installed, or an NVMLError: no driver, or one of another version
+    except FAULTS:  # not installed, or an NVMLError: no driver, or another version
         return []
 
     def query(name, *args):
@@ -117,7 +116,7 @@ def read_gpus() -> list[dict]:
 
     gpus = []
     for i in range(count):
-        gpu = query("HandleByIndex", i)  # None if it is lost
+        gpu = query("HandleByIndex", i)  # None if the GPU is lost
         load, memory, power = (query(name, gpu) for name in ("UtilizationRates", "MemoryInfo", "PowerUsage"))
         values = {"index": i, "name": query("Name", gpu), "utilization_percent": load and load.gpu,
                   "memory_used": memory and memory.used, "memory_total": memory and memory.total}
@@ -129,7 +128,7 @@ def read_gpus() -> list[dict]:
 
 def read_machine(seconds: float) -> dict:
     """Watches the machine for `seconds`; CPU and network are means over that time. Sizes are in bytes.
-    `process_ram` is the RAM of all trainers, or else of this process. Raises whatever psutil does.
+    `process_ram` is the RAM of all trainers, or of this process if none runs. Raises whatever psutil raises.
     """
     import psutil
     psutil.cpu_percent()  # the next call returns the mean since this one

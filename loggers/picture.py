@@ -13,18 +13,18 @@ from monitor import own_keys
 
 
 class History:
-    """history.json and training_history.png, written anew after evaluations and at the end."""
+    """Rewrites history.json and training_history.png after evaluations and at the end."""
 
     def __init__(self, log):
-        self._log = log  # with all records
-        self._next = 0.0  # when they may be written again
+        self._log = log
+        self._next = 0.0  # when to write again at the earliest
 
     def log(self, record: dict):
         if "val_loss" in record:
             self._save()
 
     def _save(self, last: bool = False):
-        """Writes history.json and training_history.png, using at most 5 % of the time unless `last`."""
+        """Writes both files. Takes at most 5 % of the run's time, except for the `last` time."""
         start = time.perf_counter()
         out, records = self._log.out, self._log.records
         if not records or not last and start < self._next:
@@ -35,7 +35,7 @@ class History:
             write_atomically(out / "history.json", json.dumps(history).encode())
             draw_curves(out.name, records, out / "training_history.png")
         except FAULTS as error:
-            if last or isinstance(error, UserError):  # such as a full disk; without matplotlib, once
+            if last or isinstance(error, UserError):  # a full disk each time, a missing matplotlib only once
                 self._log.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next = time.perf_counter() + 20 * (time.perf_counter() - start)
 
@@ -44,7 +44,7 @@ class History:
 
 
 def figure_class():
-    backend = os.environ.pop("MPLBACKEND", None)  # that of a notebook, with which the import fails
+    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's backend makes the import fail
     try:
         from matplotlib.figure import Figure  # not pyplot, which needs a display
     finally:
@@ -60,8 +60,8 @@ def save_picture(figure, path: Path):
 
 
 def draw_curves(name: str, records: list[dict], path: Path):
-    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps into a PNG
-    800 pixels wide. Raises whatever matplotlib does, and UserError.
+    """Draws loss, learning rate, throughput, a trainer's own numbers and exact matches over steps, as a PNG
+    800 pixels wide. Raises UserError and whatever matplotlib raises.
     """
     keys = dict.fromkeys(key for record in records for key in record)
     own = [key for key in own_keys(keys) if "/" not in key]

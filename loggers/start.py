@@ -1,4 +1,4 @@
-"""What a run says before its first step, and what gets its records."""
+"""What a run shows at its start and at its end, and which loggers get its records."""
 
 import os
 import shlex
@@ -22,18 +22,18 @@ from weights.huggingface import HF_FAMILIES
 
 
 def too_short(dataset) -> str:
-    """A sentence about the validation sets that fill no row, of which there are some."""
+    """A sentence about the validation sets that are shorter than a row. There must be one."""
     listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in dataset.short.items())
-    text = (f"an evaluation leaves out the validation set {listed}, which fills no row of "
-            f"{dataset.train.seq_len}")
+    text = (f"an evaluation leaves out the validation set {listed}, which is shorter than a "
+            f"row of {dataset.train.seq_len} tokens")
     longest = min(dataset.short.values()) - 1
     if longest > 0:
-        text += f"; --seq-len {longest} would hold it, in a new run or with --eval-only"
+        text += f"; --seq-len {longest} fits it, in a new run or with --eval-only"
     return text
 
 
 def loggers_of(run, log) -> list:
-    """What gets the records of a run beside metrics.jsonl, see monitor.RunLog."""
+    """The loggers that get the records of a run, see monitor.RunLog."""
     begin_curves(log.say)
     loggers = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
     if run.args.wandb:
@@ -41,7 +41,7 @@ def loggers_of(run, log) -> list:
     return [*loggers, History(log)]
 
 
-# of a table; a long word, such as a name, stays whole on a line of its own
+# for the lines of a table; a long word, such as a path, stays whole on its own line
 WRAPPER = textwrap.TextWrapper(80, subsequent_indent=14 * " ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -57,8 +57,8 @@ def shape_of(model) -> str:
 
 
 def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
-    """Prints what will be trained, where, how and on what, then what is odd about it. `machines` counts the
-    processes by the hardware that they run on; `compiled` is whether blocks are compiled.
+    """Prints `heading` and the plan of a run as a table, then warnings about the plan. `machines` counts the
+    processes on each kind of hardware. `compiled` says whether blocks are compiled.
     """
     world, dataset = run.world, run.dataset
     settings = log.settings
@@ -69,7 +69,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
     usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
     name = type(model).__name__.removeprefix("FSDP")  # sharded models have that prefix
     flags = "".join(f", {name} {value}" for name, value in flags_of_model(type(c), c).items()
-                    if value != getattr(usual, name) or name == "attention")  # the data may choose that
+                    if value != getattr(usual, name) or name == "attention")  # depends on the data
     trained = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -106,34 +106,35 @@ steps and batches
   tokens      {batch * seq_len:,} a step, {run.steps * batch * seq_len:,} in {run.steps:,} steps"""))
 
     if not blocks:
-        run.say(f"WARNING: no layer of {name} inherits Block of model.py, so none is "
-                "compiled, recomputed by --checkpoint-activations or sharded by itself")
+        run.say(f"WARNING: no layer of {name} inherits Block of model.py: none will be compiled, recomputed "
+                "by --checkpoint-activations or sharded by itself")
     passes = run.steps * batch / rows
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
-        run.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small one give --epochs 3 and "
+        run.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small text give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
     if settings["epochs"] and run.steps < 100:
-        run.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more "
-                "--epochs or a smaller --global-batch")
+        run.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more --epochs or a "
+                "smaller --global-batch")
     warmup = settings["warmup"] if settings["warmup"] >= 1 else settings["warmup"] * run.steps
     if warmup > run.steps / 3:
         run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
-                "--warmup or more steps")
+                "--warmup or more --steps")
     if not all(getattr(rows, "byte_ratio", 1) > 0 for rows in dataset.val.values()):  # it may be NaN
         run.say(NO_BYTES)
     if len(dataset.val_splits) > 1:
-        run.say(f"WARNING: the directories hold out unlike parts ({', '.join(sorted(dataset.val_splits))}): "
-                "a document that two of them have may be evaluated on through one and trained on through the "
-                "other; if they share any, prepare all with the same --val-split, such as hash:0.1")
+        run.say("WARNING: the data directories hold out different parts "
+                f"({', '.join(sorted(dataset.val_splits))}), so a document in two of them can be in training "
+                "and in validation: if they share documents, prepare all with the same --val-split, such as "
+                "hash:0.1")
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:
         run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them with {LARGER_SPLIT} in another directory")
+                f"them again {LARGER_SPLIT}")
 
 
 def what_next(run, stopped: bool) -> str:
-    """Where the files of a run are at its end, and three commands to go on with."""
+    """Where the files of a run are, and the three commands that come next."""
     out = run.out
     newest = max(out.glob("checkpoints/step_*.pt"), default=out)  # names begin with the step
     files = f"""\

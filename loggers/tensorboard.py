@@ -9,18 +9,18 @@ from monitor import OTHER_KEYS, TAGS
 
 
 class EventFile:
-    """Curves for TensorBoard, and the settings as a text. Each start writes all records into a file of its
-    own, which makes TensorBoard forget the points of older files: these may lack some, as after a full disk,
-    and TensorBoard's faster reader forgets only where a curve has a point again.
+    """Curves for TensorBoard, and the settings as text. Each start writes all records to a new file, and
+    TensorBoard then forgets the older files. Appending isn't enough: older files may lack points, for
+    instance after a full disk, and TensorBoard's faster reader forgets a point only if the new file has one.
 
-    The loss of an epoch is the mean over its logged steps. Its seconds are those of training, without
+    The loss of an epoch is the mean over its logged steps. Its seconds are training time, without
     evaluations, saves and the time between two starts.
     """
 
     def __init__(self, log, epoch_tokens: int):
         self._epoch_tokens = epoch_tokens
         self._steps = log.settings["steps"]
-        self._tokens, self._losses, self._seconds = 0, [], 0.0  # up to the last record, and of its epoch
+        self._tokens, self._losses, self._seconds = 0, [], 0.0  # tokens so far, and of this epoch the others
         self._writer = None  # none if nothing can be written
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ class EventFile:
             log.say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
     def _add(self, record: dict):
-        """Adds all points of a record as one event: the writer opens the file anew for each."""
+        """Adds all points of a record as one event, because the writer opens the file for each event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         own = "Train" if "loss" in record else "Val"
         points = []
@@ -44,12 +44,12 @@ class EventFile:
             if isinstance(value, int | float) and base not in OTHER_KEYS:
                 tag = TAGS.get(base, f"{own}/{base}") + slash + name
                 points.append(Summary.Value(tag=tag, simple_value=value))
-                if tag.startswith("Loss/") and "tokens" in record:  # these as the axis, too
+                if tag.startswith("Loss/") and "tokens" in record:  # also over tokens
                     self._writer.add_scalar(f"Tokens/{tag}", value, record["tokens"], record.get("time"))
         self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
 
     def _end_of_epoch(self, record: dict) -> dict[str, float]:
-        """The loss and seconds of an epoch, in the record of its last step or that of the run."""
+        """The loss and seconds of an epoch, for the record of the epoch's or the run's last step; else {}."""
         if record.get("loss") is None:  # an evaluation, or NaN
             return {}
         before, self._tokens = self._tokens, record["tokens"]
@@ -69,5 +69,5 @@ class EventFile:
 
     def close(self):
         if self._writer:
-            with suppress(*FAULTS):  # all records are flushed
+            with suppress(*FAULTS):  # nothing is lost: all records are flushed
                 self._writer.close()

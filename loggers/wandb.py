@@ -1,4 +1,4 @@
-"""--wandb: the records of a run in Weights & Biases."""
+"""--wandb: sends the records of a run to Weights & Biases."""
 
 import os
 import re
@@ -17,17 +17,17 @@ def require_wandb():
 
 
 class WandbRun:
-    """A run of Weights & Biases for each run directory, online or, as WANDB_MODE says, offline. Each start
-    sends all records, because the one before may have been killed before it had sent its own; the server
-    leaves out steps that it has.
+    """One run of Weights & Biases for each run directory, online or, with WANDB_MODE=offline, on disk. Each
+    start sends all records, because the previous one may have been killed before it had sent them. The server
+    skips steps that it already has.
     """
 
     def __init__(self, log):
         settings = log.settings
-        self._run = None  # none if nothing can be sent
-        at_end.callback(self.close)  # after an error wandb's own process would drop what it has not sent
-        began = str(settings.get("began")).split()[-1]  # tells apart two directories of one name
-        # a service that a parent process started may still hold this run, of a start that was killed
+        self._run = None  # stays None if nothing can be sent
+        at_end.callback(self.close)  # after an error, wandb's process would drop what it hasn't sent
+        began = str(settings.get("began")).split()[-1]  # distinguishes directories of the same name
+        # if a start was killed, the service of a parent process may still hold its run
         os.environ.pop("WANDB_SERVICE", None)
         try:
             import wandb

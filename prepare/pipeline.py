@@ -48,7 +48,9 @@ from prepare.sources import (
 from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT
 
-LARGER_SPLIT = "--val-split hash:0.5 (or tail:0.1, for a text) or more documents"
+# what to do about data without a validation set
+LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (tail:0.1 for a single text) or with more "
+                "documents")
 LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
 
 
@@ -389,7 +391,7 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{total(shards, 'documents'):,} documents")
     if not val:
-        text += f" (nothing to evaluate: prepare with {LARGER_SPLIT} in another directory)"
+        text += f" (nothing to evaluate: prepare it again {LARGER_SPLIT})"
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         parts = [f"{counts[what]:,} {what}"

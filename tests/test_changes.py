@@ -53,8 +53,8 @@ def statement_at(lines: list[str], start: int) -> int:
 
 
 # what begins the warnings of ddp_utils.check_edits
-FALSE_ALARMS = ("divided by them once more", "that are not the model's", "the gradient norm", "came or went",
-                "has changed since the start")
+FALSE_ALARMS = ("divided by the labels again", "that are not the model's", "the gradient norm",
+                "came or went", "has changed since the start")
 
 
 def changed(name: str, shards: Path, directory: Path, thaw: int = 6) -> Trainer:

@@ -836,7 +836,8 @@ def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypat
     (out / "train.log").touch()
     models = {"train_gpt2.py": GPT2, "train_mlm.py": MLM}
     run = SimpleNamespace(
-        out=out, trainer=tmp_path / trainer, command=third, steps=300, model_class=models.get(trainer, HRMConfig),
+        out=out, trainer=tmp_path / trainer, command=third, steps=300,
+        model_class=models.get(trainer, HRMConfig),
         dataset=SimpleNamespace(marker_ids={"response": pairs}, vocab_size=vocab_size),
         args=argparse.Namespace(**{"fill": None} if trainer == "train_mlm.py" else {}))
     title, *lines = what_next(run, stopped).splitlines()

@@ -239,7 +239,7 @@ def test_what_is_no_number_is_not_logged(kind, value, shards, tmp_path):
     line = f"=log.step(metrics, step, samples, grad_norm, lr=lr, mine={value})"
     trainer = changed(tmp_path / f"train_logs_{kind}.py", (line, "log.step(metrics"))
     done = trainer.train(0, shards, tmp_path / "run", steps=1)
-    assert done.code == 2 and "error: mine cannot be logged: it is no number but" in done.out, done.out
+    assert done.code == 2 and "error: mine cannot be logged: it is of type " in done.out, done.out
 
 
 def test_an_error_of_the_device_stays_what_it_is(tmp_path):

@@ -246,8 +246,8 @@ def test_a_validation_set_shorter_than_a_row_is_named(corpus, tmp_path):
     trainer = Trainer("train_gpt2.py", **FLAGS)
     length = size + 10
     done = trainer.train(0, small, tmp_path / "run", steps=2, seq_len=length, global_batch=1, batch=1)
-    said = (rf"leaves out the validation set val \({size} tokens\), which fills no row of {length}; "
-            r"--seq-len (\d+) ")
+    said = (rf"leaves out the validation set val \({size} tokens\), which is shorter than a row of {length} "
+            r"tokens; --seq-len (\d+) ")
     assert done.code == 0 and "--val-split" not in done.out, done.out
     found = re.search(said, done.out)
     assert found and int(found[1]) == size - 1, done.out

@@ -929,7 +929,7 @@ SUMS = "objective, sums = state.wrapped("
 def test_the_most_natural_edit_is_warned_of(ranks, shards, tmp_path):
     mean = edited(tmp_path, "mean", (f"{SUMS}x, y)", MEAN))
     done = mean.fork(ranks, shards, tmp_path / "run")
-    assert done.code == 0 and done.out.count("a mean that is divided by them once more") == 1, done.out
+    assert done.code == 0 and done.out.count("a mean that is divided by the labels again") == 1, done.out
     assert done.out.index("once more") < done.out.index("step 2/"), "in the first line already"
     again = mean.fork(ranks, shards, tmp_path / "run", steps=12)
     assert again.code == 0 and "once more" not in again.out

@@ -278,8 +278,7 @@ def evaluate_only(model: nn.Module, run: Run):
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
         raise UserError(f"{too_short(dataset)}." if dataset.short else
-                        f"{dataset.name} has no validation set: prepare it with {LARGER_SPLIT} in another "
-                        "directory.")
+                        f"{dataset.name} has no validation set: prepare it again {LARGER_SPLIT}.")
     masker = None
     if isinstance(model, MLM):
         rate = saved["settings"].get("EVAL_RATE", 0.15)
