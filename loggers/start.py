@@ -44,6 +44,8 @@ def loggers_of(run, log) -> list:
 # for the lines of a table; a long word, such as a path, stays whole on its own line
 WRAPPER = textwrap.TextWrapper(80, subsequent_indent=14 * " ", break_long_words=False, break_on_hyphens=False)
 
+NEXT_VALUE = "\n              "  # below the first
+
 
 def wrapped(table: str) -> str:
     return "\n".join(map(WRAPPER.fill, table.splitlines()))
@@ -83,7 +85,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
     seq_len = settings["seq_len"]
     run.say(heading + "\n" + wrapped(f"""machine
   world size  {world.world_size}, nodes {world.nodes}
-  hardware    {", ".join(f"{count} x {name}" for name, count in machines.items())}
+  hardware    {NEXT_VALUE.join(f"{count} x {name}" for name, count in machines.items())}
   threads     {torch.get_num_threads()} per process
   backend     {world.backend} (--backend {settings["backend"]}, on {world.device.type})
   strategy    {settings["strategy"]}

@@ -815,6 +815,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     dataset.name = "+".join(["a-directory-with-a-long-name", "d" * 70])
     say_plan(run, sharded, log, "run directory", Counter(["NVIDIA H200, 150 GB", "g" * 40, "h" * 40]), True)
     assert "  size        HRM tiny" in said[0]
+    assert f"  hardware    1 x NVIDIA H200, 150 GB\n{'':14}1 x {'g' * 40}\n{'':14}1 x {'h' * 40}\n" in said[0]
     long = [line for line in said[0].splitlines() if len(line) > 80]
     assert long == [14 * " " + dataset.name]  # whole, on a line of its own
 
