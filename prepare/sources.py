@@ -1,5 +1,5 @@
-"""Documents of text, and where they come from. To add a source, write a reader and add it to READERS, and its
-prefix to FILE_PREFIXES of data.py.
+"""Reads documents from files and from the Hugging Face hub. To add a source, write a reader, add it to
+READERS, and add its prefix to FILE_PREFIXES in data.py.
 """
 
 import bz2
@@ -40,43 +40,45 @@ from data import (
 from prepare.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
-LONGEST = 64 * BLOCK  # characters of a field of a table, or of an object in an array
-# a line of a tsv in which each field that begins with a quote closes; group 1: a tab or a doubled quote in it
+LONGEST = 64 * BLOCK  # limit on the characters of a field of a table, or of an object in an array
+# A line of a tsv in which each field that starts with a quote also ends with one. Group 1 matches if such a
+# field contains a tab or a doubled quote.
 CLOSED = r'(?:(?:^|\t)(?:"(?:[^"\t]++|(\t|""))*+"(?=\t|\r?\n?$)|(?!")[^\t]*+))*\r?\n?'
 ASKS = "system developer user human tool function observation".split()  # roles of messages
 ANSWERS = "assistant gpt chatgpt model function_call".split()
-# of whether a message is to be learned, as OpenAI, Mistral, axolotl, ms-swift, Tinker and torchtune name them
+# Keys that say whether to learn a message, in OpenAI, Mistral, axolotl, ms-swift, Tinker and torchtune.
 MARKS = "weight train training trainable learn loss loss_mask loss_scale train_detail masked".split()
-# a mark with its value, with a group if that is a no; a table has None, nan or [] where a mark is missing
+# A mark and its value; group 1 matches if that means no. In tables, a missing mark is None, nan or [].
 MARK = re.compile(r"(?i)(masked (true|1(\.0*)?)|(?!masked)\w+ (false|0(\.0*)?))|"
                   r"\w+ (true|false|[01](\.0*)?|none|nan|\[\])?")
-LARGEST_READ = 4 << 30  # bytes that a start reads again to see whether a text has changed
+LARGEST_READ = 4 << 30  # bytes; a larger source is not read again to see whether it has changed
 
 
 @dataclass
 class Progress:
-    """How far a source has been read, and what was met there."""
+    """How far a source has been read, and what was found in it."""
 
-    done: int = 0  # bytes, which the progress bar shows
-    total: int | None = None
+    done: int = 0  # bytes read, for the progress bar
+    total: int | None = None  # bytes
     seen: int = 0  # documents that were read to their end, or skipped
     divided: bool = False  # whether split_on occurred
-    unread: dict = field(default_factory=dict)  # other fields that there are, in their order
+    unread: dict = field(default_factory=dict)  # names of fields that are not used, in their order
 
 
 @dataclass
 class Conversation:
-    """A list of messages, as OpenAI or ShareGPT has them."""
+    """A list of messages in the form of OpenAI or ShareGPT. `where` names its place in errors."""
 
     where: str
     messages: list
     progress: Progress
 
     def pairs(self, condition: str = ""):
-        """Yields (prompt, response, condition) for each answer, but for one that nobody asked for. Its prompt
-        is all that was said before, in lines. A system message at the beginning is the condition, unless
-        there is one already. The response of an answer that is marked as not to be learned is empty, so each
-        prompt stays. Raises UserError for what is no message, or a mark that is neither yes nor no.
+        """Yields (prompt, response, condition) for each answer that has something before it. The prompt is
+        everything said before, one message per line. A system message at the start becomes the condition,
+        unless `condition` is given. An answer that is marked as not to be learned gets an empty response, so
+        that its prompt still counts. Raises UserError for something that is not a message, and for a mark
+        that is neither yes nor no.
         """
         before = []
         for message in self.messages:
@@ -87,13 +89,13 @@ class Conversation:
                     content = message.get("value")
                 if isinstance(content, list):
                     content = "".join(part["text"] for part in content)
-                known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may call a tool alone
+                known = ANSWERS if content is None else ASKS + ANSWERS  # an answer may be only a tool call
                 if role not in known:
                     raise KeyError(role)
             except (AttributeError, KeyError, TypeError):
                 raise UserError(f"{self.where} has the message {str(message)[:100]}: it needs a role (or "
                                 f"from) that is one of {', '.join(ASKS + ANSWERS)}, and a content (or value) "
-                                "of text alone.")
+                                "that is only text.")
             text = text_of(content, self.where)
             learned = True
             for name, value in message.items():
@@ -102,10 +104,10 @@ class Conversation:
                     if not mark:
                         raise UserError(f"{self.where} has a message with the {name} {str(value)[:100]}: an "
                                         "answer is learned as a whole or not at all, so give true or false "
-                                        "(or 1 or 0), or rename that key if it says something else.")
+                                        "(or 1 or 0), or rename the key if it means something else.")
                     learned &= not mark[1]
                 elif value not in (None, "", []) and name not in (*MARKS, *"role from content value".split()):
-                    # before those of rows, of which a table can have more than a line shows
+                    # put these first, because a table can have more fields than the note shows
                     self.progress.unread = {f"{name} of messages": None} | self.progress.unread
             if role in ("system", "developer") and not (before or condition):
                 condition = text
@@ -117,9 +119,9 @@ class Conversation:
 
 
 class Source:
-    """Documents in a fixed order, readable from any index on. `fields` names the text field, or for pairs the
-    fields of prompt, response and optionally condition; the field of the validation set, if any, comes last.
-    A resumed `prepare` must find the same `identity`.
+    """Documents in a fixed order, which can be read from any index on. `fields` names the field of the text,
+    or for pairs the fields of prompt, response and optionally condition; the field of the validation set, if
+    any, comes last. Resuming requires the same `identity`. Raises UserError if there is no such source.
     """
 
     def __init__(self, dataset: str, settings: dict):
@@ -130,28 +132,28 @@ class Source:
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
-        # what it was found to be: the revision of a repository, and where datasets is in it before a
-        # `document`; whether a tsv is quoted
+        # what the reader found out: a hub repository's revision and the state of datasets before a `document`,
+        # and whether a tsv has quotes
         self.reading = {}
-        self.states = {}  # what `reading` gets of datasets, by the number of the next document
-        self.schema = None  # Arrow's, if there is one
+        self.states = {}  # number of the next document → what `reading` gets from datasets
+        self.schema = None  # Arrow's schema, if there is one
         self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
         self.identity = identity_of(self)
         if self.tail and self.kind != "text":
-            raise UserError("--val-split tail:F needs a text: source, whose length is known: use hash:F.")
+            raise UserError("--val-split tail:F needs a text: source, with a known length: use hash:F.")
 
     @property
     def tail(self) -> float | None:
-        """The fraction at the end of a text that is held out, if it is not one of the documents."""
+        """The fraction F of --val-split tail:F; None with hash:F."""
         kind, _, fraction = self.settings["val_split"].partition(":")
         return float(fraction) if kind == "tail" else None
 
     def documents(self, start: int):
-        """Yields (document, split, name of the validation set) from document `start` on. A document is blocks
-        of text, a tuple with the fields of a pair, or a generator of such tuples, one for each answer of a
-        conversation. If split is None, a hash of the text or of the (first) prompt decides.
+        """Yields (document, split, name of the validation set) from document `start` on. A document is an
+        iterable of blocks of text, or a tuple with the fields of a pair, or a generator of such tuples, one
+        for each answer of a conversation. If split is None, a hash of the text or first prompt decides.
         """
-        named = {}  # the value behind the name of each validation set
+        named = {}  # name of a validation set → value of the field that it was made from
         documents = READERS[self.kind](self, self.progress)
         # skipped texts stay unread
         for texts, split in itertools.islice(documents, start - self.reading.get("document", 0), None):
@@ -169,8 +171,8 @@ class Source:
             yield texts, split, name
 
     def texts(self, where, row: dict):
-        """Yields the values of the `fields` of a row as texts; if they are a list of messages, twice as a
-        Conversation.
+        """Yields the values of a row's `fields` as texts. For a list of messages, which is the field of both
+        prompt and response, yields two Conversations. `where` names the row in errors.
         """
         for number, name in enumerate(self.fields):
             value = row
@@ -184,8 +186,8 @@ class Source:
                 inside = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
                 raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
                                 "another, or write a null where it is missing.")
-            if isinstance(value, float) and str(kind).endswith("float"):  # of 32 bits, or a halffloat
-                value = float(str(kind.to_pandas_dtype()(value)))  # 4.2, and not 4.199999809265137
+            if isinstance(value, float) and str(kind).endswith("float"):  # stored with 32 or 16 bits
+                value = float(str(kind.to_pandas_dtype()(value)))  # 4.2, not 4.199999809265137
             messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
             if messages and value is not None:
                 yield Conversation(where, value if isinstance(value, list) else [value], self.progress)
@@ -193,16 +195,20 @@ class Source:
                 yield text_of(value, f"{where} field {name!r},")
 
     def checked_texts(self, where, row: dict | None, names=None):
-        """The same of a row that has fields of its own, also with their `names` in the file, or is None."""
+        """Yields `texts` of a row after checking that it has the fields. `names` are the fields as the file
+        lists them (default: the row's). Raises UserError if one is missing, or if the row is not a dict.
+        """
         if not isinstance(row, dict):
-            raise UserError(f"{where} is not JSON, or nested too deeply, or no object, or has a name "
-                            "twice: each line, or each item of one array (of 64M characters at most), must "
-                            "be one JSON object.")
+            raise UserError(f"{where} is not JSON, is nested too deeply, is not an object, or has a name "
+                            "twice: each line, or each item of one array (at most 64M characters), must be "
+                            "one JSON object.")
         self.check_fields(where, names or row)
         yield from self.texts(where, row)
 
     def check_fields(self, where, there) -> list[str]:
-        """The columns with the `fields`, of `meta.text` that is `meta`. UserError unless all are `there`."""
+        """The columns that contain the `fields`; for meta.text, that is meta. Raises UserError unless all are
+        `there`, the names of the columns, exactly once.
+        """
         columns = [name if name in there else name.partition(".")[0] for name in self.fields]
         self.progress.unread |= dict.fromkeys(name for name in there if name not in columns)
         if not (missing := [name for name, column in zip(self.fields, columns)
@@ -214,16 +220,18 @@ class Source:
         if tokenizer := self.settings.get("tokenizer"):
             flag = f"--tokenizer {shlex.quote(tokenizer)} {flag}"
         if missing[0] in there:
-            raise UserError(f"{where} has the field {missing[0]!r} more than once: give each another name.")
-        raise UserError(f"{where} has no field {missing[0]!r} but {', '.join(there)}: choose among them in "
+            raise UserError(f"{where} has the field {missing[0]!r} more than once: rename all but one.")
+        raise UserError(f"{where} has no field {missing[0]!r}, only {', '.join(there)}: choose one with "
                         f"python data.py prepare --dataset {shlex.quote(self.dataset)} {flag} "
-                        "and train on the directory that this makes. Rows that lack it need a null there, a "
-                        "field inside of another has a name with a dot, as meta.text, and the first row of a "
-                        "table names its fields.")
+                        "and train on the directory that it makes. A row without the field needs a null "
+                        "there; a field inside another is written with a dot, such as meta.text; the first "
+                        "row of a table must name its fields.")
 
 
 def find_source(dataset: str) -> tuple[str, list[Path]]:
-    """The key of a data set in READERS, and its files, of which some have none here. Raises UserError."""
+    """The key of a data set in READERS, and its local files (none for a task or a hub repository). Raises
+    UserError if the source is unknown or matches no file.
+    """
     prefix, _, where = dataset.partition(":")
     if dataset == "task:addition":
         return prefix, []
@@ -232,28 +240,28 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if prefix in FILE_PREFIXES and where:
         if files := find_files(where, print):
             return prefix, files
-        hint = f": of a directory give its files, '{dataset}/*'" * Path(where).is_dir()
+        hint = f": for all files of a directory, give '{dataset}/*'" * Path(where).is_dir()
         raise UserError(f"no file matches {where!r}{hint}.")
     if dataset in SHORT_NAMES or prefix == "hf" and where:
-        return "hub", find_files(f"{repository(dataset)[0]}/**")  # if it is a directory here
+        return "hub", find_files(f"{repository(dataset)[0]}/**")  # hf: may name a local directory
     if Path(dataset).is_file():
-        # of .json, too
+        # [:4], so that .json means jsonl
         likely = next((kind for kind in FILE_PREFIXES if f".{kind[:4]}" in dataset.lower()), "text")
-        with unpacked(Path(dataset)):  # which names what has no text
-            raise UserError(f"{dataset} is a file: use '{likely}:{dataset}', or text:, csv:, tsv:, jsonl: or "
-                            "parquet: before it.")
+        with unpacked(Path(dataset)):  # raises another UserError if the file has no text
+            raise UserError(f"{dataset} is a file: use '{likely}:{dataset}', or one of the prefixes text:, "
+                            "csv:, tsv:, jsonl: and parquet:.")
     raise UserError(f"unknown data set {dataset!r}: use {SOURCES}, or a prepared directory.")
 
 
 def repository(dataset: str) -> list[str | None]:
-    """The repository of a data set on the hub, or a directory here, and its configuration."""
+    """The repository of a data set on the hub (or a local directory), and its configuration or None."""
     name = SHORT_NAMES.get(dataset) or dataset.removeprefix("hf:")
     return [*os.path.expanduser(name).split(":"), None][:2]
 
 
 def identity_of(source, largest: int = 64 * BLOCK) -> str:
-    """A text that another data set, or another version of it, does not have. Of files that have `largest`
-    bytes or more in all, only samples are read.
+    """A string that identifies a data set and its version. If the files have `largest` bytes or more in all,
+    only samples of each are read.
     """
     kind, dataset, files = source.kind, source.dataset, source.files
     if kind == "task":
@@ -268,8 +276,8 @@ def identity_of(source, largest: int = 64 * BLOCK) -> str:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Readers. Each yields for each document of a Source its texts, which may be read when they are asked for, and
-# its split or None, and adds to `progress` what it has read.
+# Readers. For each document of a Source, a reader yields (texts, split or None), and adds what it has read to
+# `progress`. Texts may be generators, which read when they are asked.
 
 
 def read_stdlib(source, progress):
@@ -283,8 +291,8 @@ def read_stdlib(source, progress):
 
 
 def read_task(source, progress):
-    """Each sample is a function of its number. Its level names its validation set. All samples of the harder
-    half of the levels are held out.
+    """Generates sums; each is a function of its number. The level of a sum names its validation set. All sums
+    of the harder half of the levels are held out.
     """
     for number in itertools.count():
         some = random.Random(f"addition {number}")
@@ -295,7 +303,9 @@ def read_task(source, progress):
 
 
 def read_text(source, progress):
-    """One document per file, or one between two --split-on; tail:F divides the file at the boundary."""
+    """One document per file, or per part of a file between two --split-on. With tail:F, the file at the
+    boundary is divided.
+    """
     split_on = source.settings.get("split_on")
     for path, begin, end, split in parts_of(source, progress):
         blocks = text_blocks(path, begin, end, progress)
@@ -310,13 +320,13 @@ def read_text(source, progress):
                 yield [text], split
             if len(rest) > 64 * BLOCK:
                 raise UserError(f"{path} has {len(rest):,} characters without a {split_on!r}: leave "
-                                "--split-on out, or name what is between its documents.")
+                                "--split-on out, or give the text that is between its documents.")
         yield [rest], split
 
 
 def parts_of(source, progress):
-    """Yields (path, begin, end, split) for each file, or with tail:F for what is trained on and for the rest,
-    in bytes.
+    """Yields (path, begin, end, split) for each file, in bytes. With tail:F, the file at the boundary comes
+    twice: its part to train on, and the rest, which is held out.
     """
     sizes = []
     for path in source.files:
@@ -331,7 +341,7 @@ def parts_of(source, progress):
         cut = min(max(train_bytes, 0), size)
         with unpacked(path) as (file, _):
             file.seek(cut)
-            cut += re.match(rb"[\x80-\xbf]*", file.read(BLOCK)).end()  # to where a UTF-8 character begins
+            cut += re.match(rb"[\x80-\xbf]*", file.read(BLOCK)).end()  # move to the start of a character
         if cut:
             yield path, 0, cut, "train"
         if cut < size:
@@ -340,7 +350,8 @@ def parts_of(source, progress):
 
 
 def text_blocks(path, begin, end, progress):
-    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # without its mark
+    """Yields the text of a file from byte `begin` to `end` in blocks. Raises UserError unless it is UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()  # -sig skips the BOM
     with unpacked(path) as (file, _):
         file.seek(begin)
         while raw := file.read(min(BLOCK, end - begin)):
@@ -358,7 +369,7 @@ def text_blocks(path, begin, end, progress):
 
 
 def lines_of(path, progress):
-    """Yields the lines of a text."""
+    """Yields the lines of a file. Raises UserError unless it is UTF-8."""
     before = progress.done
     with unpacked(path) as (file, raw):
         for number, line in enumerate(file, 1):
@@ -372,40 +383,41 @@ def lines_of(path, progress):
 
 
 def read_csv(source, progress):
-    """Tables, whose first row has the names of the fields."""
+    """Tables. The first row of each has the names of the fields."""
     csv.field_size_limit(LONGEST)
     tsv = source.kind == "tsv"
     if tsv and "quoted" not in source.reading:
         source.reading["quoted"] = quotes_enclose(source.files)
-        say(f"quotes in {source.dataset} {'enclose fields' if source.reading['quoted'] else 'are text'}, as "
-            "in its first 1,000 rows")
+        say(f"quotes in {source.dataset} {'enclose fields' if source.reading['quoted'] else 'are text'}, "
+            "judging by its first 1,000 rows")
     quoted = source.reading.get("quoted", True)
     for path in source.files:
         lines = lines_of(path, progress)
         head = next(lines, "")
         delimiter = "\t" if tsv else max(",;", key=head.count)
-        if tsv and quoted:  # a row that goes on in the next line gets too many fields
+        if tsv and quoted:  # an unclosed quote would join lines, so give that line too many fields instead
             lines = (line if re.fullmatch(CLOSED, line) else delimiter * len(head) for line in lines)
         rows = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True,
                               quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         try:
             for row in rows:
-                if None in (*row, *row.values()):  # what is too much, or missing
-                    raise csv.Error("it has more fields, or fewer")
+                if None in (*row, *row.values()):  # DictReader's mark for additional and for missing fields
+                    raise csv.Error("it has more or fewer fields")
                 yield source.checked_texts(f"{path}, line {rows.line_num},", row, rows.fieldnames), None
         except csv.Error as error:
-            line = rows.reader.line_num  # rows.line_num is that of the row before
-            raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): take tsv: "
-                            "before a table that tabs divide, csv: for commas or semicolons. A field of a "
-                            "csv that holds one of these, a quote or the end of a line has to be between "
-                            "quotes, and quotes in it are doubled, as Python's csv.writer and spreadsheets "
-                            "write it. In a tsv each quote closes in its line: close or double it there, and "
-                            "make a csv of a table whose fields have several lines.")
+            line = rows.reader.line_num  # rows.line_num is the row before
+            raise UserError(f"{path}, line {line}, does not end a row like the first ({error}): use tsv: for "
+                            "a table with tabs, and csv: for commas or semicolons. In a csv, put quotes "
+                            "around a field that contains a separator, a quote or a line break, and double "
+                            "the quotes inside it, as Python's csv.writer and spreadsheets do. In a tsv, "
+                            "close or double each quote in the line where it opens; convert a table with "
+                            "line breaks in its fields to csv.")
 
 
 def quotes_enclose(files: list[Path]) -> bool:
-    """Whether quotes in a tsv enclose fields: if each field that begins with one closes in its row, and one
-    of these holds a tab or a quote, in the first 1,000 rows of each file.
+    """Whether quotes enclose fields in a tsv, rather than being text. They do if, in the first 1,000 rows of
+    each file, every field that starts with a quote closes in its row, and one of these fields contains a tab
+    or a quote.
     """
     held = None
     for path in files:
@@ -418,7 +430,7 @@ def quotes_enclose(files: list[Path]) -> bool:
 
 
 def read_jsonl(source, progress):
-    """An object in each line, or one array of objects."""
+    """One JSON object per line, or a single array of objects."""
     for path in source.files:
         with unpacked(path) as (file, _):
             array = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.peek(100))
@@ -431,14 +443,14 @@ def read_jsonl(source, progress):
                 yield json_texts(source, f"{path}, line {number},", line), None
 
 
-# numbers stay as they are written, NaN is missing, and what has a name twice is no object
+# Keeps numbers as written, reads NaN as missing, and returns an object with a repeated name as a list.
 JSON = json.JSONDecoder(
     parse_float=str, parse_int=str, parse_constant=lambda text: text.replace("NaN", ""),
     object_pairs_hook=lambda pairs: named if len(named := dict(pairs)) == len(pairs) else pairs)
 
 
 def json_texts(source, where, line):
-    """The texts of a line, which is parsed when the first is asked for."""
+    """Yields the texts of a line; parses it only when asked for the first."""
     row = None
     with contextlib.suppress(ValueError, RecursionError):
         row = JSON.decode(line)
@@ -446,14 +458,14 @@ def json_texts(source, where, line):
 
 
 def json_array(path, progress):
-    """Yields the items of an array, whose text is read in blocks, and None where it is damaged."""
+    """Yields the items of the array in a file, which is read in blocks. Yields None where it is damaged."""
     text = ""
     for block in text_blocks(path, 0, math.inf, progress):
         text += block
         if len(text) > LONGEST:
             break
         end = 0
-        with contextlib.suppress(ValueError, RecursionError):  # where the block ends, or the array
+        with contextlib.suppress(ValueError, RecursionError):  # raised at the end of the block or the array
             while True:
                 begin = re.compile(r"\s*[\[,]?\s*").match(text, end).end()
                 row, end = JSON.raw_decode(text, begin)
@@ -483,9 +495,9 @@ def read_hub(source, progress):
             if not reachable(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):
                 raise RetryableError(f"no network, so {name} cannot be read: use local files (text:, csv:, "
                                      "tsv:, jsonl:, parquet:) or the source stdlib, which every machine has, "
-                                     "or copy the directory in shards/ from a machine that has prepared it.")
+                                     "or copy its directory in shards/ from a machine that has prepared it.")
             import huggingface_hub
-            # the same files after a kill, whatever becomes of the repository
+            # so that a resumed run reads the same files, even if the repository has changed
             source.reading.setdefault("revision", huggingface_hub.dataset_info(name).sha)
         if "torch" not in sys.modules:  # datasets would import it, which doubles its time and memory
             os.environ["USE_TORCH"] = "0"
@@ -500,40 +512,40 @@ def read_hub(source, progress):
         document = source.reading.get("document", 0)
         if document:
             rows.load_state_dict(source.reading["state"])
-        # row by row is far slower
+        # in batches, because single rows are far slower
         for batch in rows.iter(batch_size=1000):
             yield from rows_of(source, name, batch)
             document += len(batch[columns[0]])
             source.states[document] = {"document": document, "state": rows.state_dict()}
 
 
-# how each kind of data set is read; FILE_PREFIXES of data.py names those that are files
+# The reader of each kind of data set. FILE_PREFIXES in data.py has the kinds that are files.
 READERS = {"stdlib": read_stdlib, "task": read_task, "text": read_text, "csv": read_csv, "tsv": read_csv,
            "jsonl": read_jsonl, "parquet": read_parquet, "hub": read_hub}
 
 
 @contextlib.contextmanager
 def readable(name):
-    """A context in which an error becomes a UserError: what is missing, damaged or in need of a script."""
+    """A context that turns an error into a UserError: `name` is missing, is damaged or needs a script."""
     try:
         yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # or any of httpx
+    except Exception as error:  # datasets, pyarrow and httpx raise many kinds
         reason = first_line(error).rstrip(".")
         raise UserError(f"{name} cannot be read ({reason}): check it, and run the same command again.")
 
 
 def rows_of(source, where, batch):
-    """The documents of a batch of rows, with a list for each field."""
+    """Yields the documents of a batch, {field: values of its rows}."""
     for values in zip(*batch.values()):
         yield [*source.texts(where, dict(zip(batch, values)))], None
 
 
 @contextlib.contextmanager
 def unpacked(path: Path):
-    """Opens a file for reading: what is packed in it, and the file itself, whose position is that in the file
-    as it is. An error while it is open becomes a UserError.
+    """Opens a file that may be compressed. The context has (file with the decompressed content, the file
+    itself, whose position shows the progress). Raises UserError if it contains no text, or if reading fails.
     """
     try:
         with access(path), open(path, "rb") as raw:
@@ -548,14 +560,14 @@ def unpacked(path: Path):
                         "check it, or copy it again.")
 
 
-# by the first bytes of a file
+# By the first bytes of a file: how to open what is compressed, and what contains no text.
 PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open, rb"\xfd7zX": lzma.open}
-NO_TEXT = {rb"\x28\xb5\x2f\xfd": "packed: unpack it with zstd -d, and name what that writes",
-           rb"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are: save the document as plain text, "
-                           "a sheet as CSV (UTF-8), or unpack it with unzip",
-           rb".{257}ustar|7z\xbc\xaf|Rar!\x1a": "an archive: unpack it, as with tar xf, and name what is in "
-                                                  "it",
-           rb"%PDF-": "a PDF: make a text of it, as pdftotext does",
+NO_TEXT = {rb"\x28\xb5\x2f\xfd": "compressed: decompress it with zstd -d, and give the new file",
+           rb"PK\x03\x04": "a zip archive, like .docx, .xlsx and .epub: save a document as plain text or a "
+                           "sheet as CSV (UTF-8), or unpack it with unzip",
+           rb".{257}ustar|7z\xbc\xaf|Rar!\x1a": "an archive: unpack it, for example with tar xf, and give "
+                                                  "the files in it",
+           rb"%PDF-": "a PDF: convert it to text, for example with pdftotext",
            rb"PAR1": "a parquet file: put parquet: before its name",
            rb"\xff{4}.{3}\0": "an Arrow file, as save_to_disk writes it: in Python, "
                              "datasets.load_from_disk(FOLDER).to_parquet('x.parquet') makes a file for "
@@ -571,19 +583,21 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(where: str, say=lambda text: None) -> list[Path]:
-    """The files of a path or pattern, sorted, each real file once. Brackets may be part of a name."""
+    """The files that a path or pattern matches, sorted, without links to the same file. Brackets may be part
+    of a name.
+    """
     path = Path(os.path.expanduser(where))
     for pattern in (path, *path.parents):
         if glob.has_magic(pattern.name):
             for folder in glob.glob(f"{pattern.parent}/", recursive=True):
-                names_in(Path(folder))  # glob leaves out what cannot be listed
+                names_in(Path(folder))  # raises if it cannot be listed; glob would silently skip it
     names = [path] if path.is_file() else glob.glob(str(path), recursive=True)
     names = names or glob.glob(str(path).replace("[", "[[]"), recursive=True)
     paths = sorted(filter(Path.is_file, map(Path, names)), reverse=True)
-    # some file systems give no numbers
+    # some file systems have no inode numbers
     files = {(path.stat().st_dev, path.stat().st_ino or path): path for path in paths}
     if len(files) < len(paths):
-        say(f"note: {len(paths)} names of {where} lead to {len(files)} files: each is read once")
+        say(f"note: {len(paths)} names that match {where} are {len(files)} files: each is read once")
     return sorted(files.values())
 
 
@@ -594,35 +608,37 @@ def refuse_zero(raw: bytes):
 
 
 def text_of(value, where: str) -> str:
-    """A value of JSON or of a table as text, "" for null and NaN. Raises UserError for what is no text."""
-    if value is None or isinstance(value, numbers.Number) and value != value:  # missing, among numbers
+    """A value of JSON or of a table as text; "" for null and NaN. Raises UserError for lists and objects."""
+    if value is None or isinstance(value, numbers.Number) and value != value:  # NaN marks a missing number
         return ""
     if isinstance(value, bytes):
-        value = value.decode()  # ValueError if it is no text
+        value = value.decode()  # ValueError if it is not UTF-8
     if isinstance(value, bool):
         value = "true" if value else "false"
     if isinstance(value, str | numbers.Number | datetime.date | datetime.time):
         return str(value)
-    raise UserError(f"{where} holds a {type(value).__name__} and no text: name another field, one inside of "
-                    "an object as NAME.KEY, a list of messages with both --prompt-field NAME and "
-                    "--response-field NAME (docs/running.md, Chats); other lists have to be taken out.")
+    raise UserError(f"{where} holds a {type(value).__name__}, not text: give another field, NAME.KEY for a "
+                    "field inside an object, or for a list of messages both --prompt-field NAME and "
+                    "--response-field NAME (docs/running.md, Chats); remove other lists from the data.")
 
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
-    """Names the first byte of a file that is not UTF-8, and commands that mend it."""
+    """The error for a file's first byte that is not UTF-8, with commands that repair the file. `where` says
+    which byte that is.
+    """
     name = shlex.quote(str(path))
-    copy = "mended.txt" if path.stem == "new" else "new.txt"  # never the file itself
+    copy = "mended.txt" if path.stem == "new" else "new.txt"  # never the same file
     return UserError(f"{path}, {where}, is not UTF-8 text (it is 0x{error.object[error.start]:02x}): convert "
                      f"a text from Windows with iconv -f CP1252 -t UTF-8 {name} > {copy} (or -f UTF-16 if "
-                     "it begins with 0xff or 0xfe, or -f UTF-16LE if each second byte is zero), "
-                     f"drop what is damaged with iconv -c -f UTF-8 -t UTF-8 {name} > {copy}, or zero bytes "
-                     f"with tr -d '\\000' < {name} > {copy}. A packed file has to be unpacked before "
-                     "that, and a picture has no text.")
+                     "it begins with 0xff or 0xfe, or -f UTF-16LE if every other byte is zero), "
+                     f"drop damaged bytes with iconv -c -f UTF-8 -t UTF-8 {name} > {copy}, or zero bytes "
+                     f"with tr -d '\\000' < {name} > {copy}. Decompress a compressed file first; a picture "
+                     "has no text.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:
-    """Two twelve-digit numbers and their sum, highest digit first. The longest run of columns whose digits
-    add up to 9 has `level` columns, so a carry from the right passes through all.
+    """Two twelve-digit numbers and their sum, as texts. The longest run of columns in which the digits add up
+    to 9 has `level` columns; a carry from the right passes through all of them.
     """
     while True:
         begin = some.randrange(13 - level)
@@ -635,13 +651,13 @@ def addition(some: random.Random, level: int) -> tuple[str, str]:
 
 
 LEVELS = 8  # of task:addition; training has the lower half
-TASK_TOKENS, TASK_ROW = 3_500_000, 256  # so that each level has 500 held-out sums
-UNTRAINED = 0.025  # fraction of samples from the upper half, all held out; also fraction held out of the rest
-LARGEST_ROW = 1024  # the largest default for pairs
+TASK_TOKENS, TASK_ROW = 3_500_000, 256  # with these, each level has 500 held-out sums
+UNTRAINED = 0.025  # fraction of sums from the upper half of the levels; also fraction held out of the rest
+LARGEST_ROW = 1024  # largest default of --row
 
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
-    """Whether the host of `url`, or the proxy in front of it, accepts a connection within `seconds`."""
+    """Whether the host of `url`, or the proxy for it, accepts a connection within `seconds`."""
     parts = urllib.parse.urlsplit(url)
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
@@ -656,7 +672,9 @@ def reachable(url: str, seconds: float = 1.0) -> bool:
 
 
 def pieces(blocks):
-    """Cuts a document into about BLOCK characters that end with a line or a word."""
+    """Cuts a document, an iterable of blocks, into pieces of about BLOCK characters that end with a line or a
+    word.
+    """
     rest = ""
     for block in blocks:
         for i in range(0, len(block), BLOCK):

@@ -45,16 +45,16 @@ def archive(kind) -> bytes:
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("report.docx", archive(zipfile), "is a zip archive, as .docx, .xlsx and .epub are: save "),
-    ("texts.tar", archive(tarfile), "is an archive: unpack it, as with tar xf"),
-    ("texts.tar.gz", gzip.compress(archive(tarfile)), "is an archive: unpack it, as with tar xf"),
-    ("texts.tar.bz2", bz2.compress(archive(tarfile)), "is an archive: unpack it, as with tar xf"),
+    ("report.docx", archive(zipfile), "is a zip archive, like .docx, .xlsx and .epub: save "),
+    ("texts.tar", archive(tarfile), "is an archive: unpack it, for example with tar xf"),
+    ("texts.tar.gz", gzip.compress(archive(tarfile)), "is an archive: unpack it, for example with tar xf"),
+    ("texts.tar.bz2", bz2.compress(archive(tarfile)), "is an archive: unpack it, for example with tar xf"),
     ("texts.7z", b"7z\xbc\xaf\x27\x1c", "is an archive: unpack it"),
-    ("paper.pdf", b"%PDF-1.4\nof letters alone", "is a PDF: make a text of it, as pdftotext does"),
+    ("paper.pdf", b"%PDF-1.4\nof letters alone", "is a PDF: convert it to text, for example with pdftotext"),
     ("table.parquet", b"PAR1\x15\x04", "is a parquet file: put parquet: before its name"),
     ("old.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "is a document: save it as plain text"),
     ("letter.rtf", b"{\\rtf1\\ansi plain letters}", "is a document: save it as plain text"),
-    ("packed.txt.zst", b"\x28\xb5\x2f\xfd\x04\x00", "is packed: unpack it with zstd -d, and name "),
+    ("packed.txt.zst", b"\x28\xb5\x2f\xfd\x04\x00", "is compressed: decompress it with zstd -d"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # archives have the time in them
 def test_what_is_no_text_is_named(name, content, words, folder):
     """And not offered iconv, nor learned where it happens to be UTF-8."""

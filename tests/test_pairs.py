@@ -290,8 +290,8 @@ def test_what_a_conversation_lacks_is_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("message, words", [
     ({"role": "bot", "content": "x"}, "that is one of system"), ({"text": "x"}, "has the message"),
-    ({"role": "user", "content": [{"type": "image_url"}]}, "of text alone"),
-    ({"role": "user", "content": {"a": 1}}, "holds a dict and no text"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "that is only text"),
+    ({"role": "user", "content": {"a": 1}}, "holds a dict, not text"),
     ({"role": "user", "text": "x"}, "and a content"), ({"from": "human", "content": None}, "and a content"),
     ("x", "has the message x: it needs"), (None, "has the message None"),
     ({"role": "assistant", "content": "x", "weight": 0.5}, "with the weight 0.5: an answer"),
@@ -304,7 +304,7 @@ def test_messages_that_are_none_are_refused(tmp_path, message, words):
     with pytest.raises(UserError, match="t.jsonl, line 1, has the message a text: it needs a role"):
         prepare(source, tmp_path / "t", val_split="hash:0.001", **MESSAGES)
     source = write(tmp_path / "v.jsonl", [{"messages": OPENAI}])
-    for flag, words in {"val_field": "holds a list and no text", "condition_field": "holds a list"}.items():
+    for flag, words in {"val_field": "holds a list, not text", "condition_field": "holds a list"}.items():
         with pytest.raises(UserError, match=words):
             prepare(source, tmp_path / flag, **MESSAGES, **{flag: "messages"})
 

@@ -125,7 +125,7 @@ def test_bytes_are_utf8(here):
 def test_the_command_of_a_missing_field_works(here, options, row):
     write_rows(here / "my set.jsonl", *[row] * 9)
     found = refused("jsonl:my set.jsonl", "out", **options)
-    command = re.search(r"choose among them in (python data.py .*) and train", found)[1]
+    command = re.search(r"(python data.py prepare .*) and train", found)[1]
     names = iter(row)
     command = re.sub("NAME", lambda _: shlex.quote(next(names)), command) + " --tokenizer bytes"
     root = os.path.dirname(data.__file__)
@@ -140,7 +140,7 @@ def test_other_fields_do_not_matter(here):
     assert texts_of(write_table(here / "x.parquet", text=["a"], meta=spark)) == ["a"]
     deep = "[" * 100_000 + "]" * 100_000
     (here / "x.jsonl").write_text(f'{{"text": "a", "tree": {deep}}}\n')
-    assert "line 1, is not JSON, or nested too deeply" in refused("jsonl:x.jsonl", "out")
+    assert "line 1, is not JSON, is nested too deeply" in refused("jsonl:x.jsonl", "out")
     (here / "x.jsonl").write_text('{"text": "a", "tree": [[["b"]]], "z": {"b": 1}}\n')
     assert texts_of("jsonl:x.jsonl") == ["a"]
 
@@ -423,7 +423,7 @@ def test_a_damaged_table_is_refused_and_csv_writes_one_that_is_read(here, kind, 
     (here / f"my rows.{kind}").write_bytes(text.encode())
     found = refused(f"{kind}:my rows.{kind}", "out")
     assert found.startswith(f"my rows.{kind}, line {line}, does not end a row like the first (")
-    assert "take tsv: before a table that tabs divide" in found and "Python's csv.writer" in found
+    assert "use tsv: for a table with tabs" in found and "Python's csv.writer" in found
     with open(here / "mended.csv", "w", newline="") as file:
         csv.writer(file).writerows([["text", "n"], ['she said "no",\ntwice', 1]])
     assert texts_of("csv:mended.csv") == ['she said "no",\ntwice']
@@ -540,7 +540,7 @@ def test_a_table_of_another_encoding_or_without_the_field_is_named(here):
     (here / "x.tsv").write_bytes("text\tn\na\t1\n".encode("utf-16-le"))
     assert "of line 1, is not UTF-8 text" in refused("tsv:x.tsv", "out")
     (here / "y.csv").write_text("body,n\na,1\n")
-    assert "has no field 'text' but body, n: choose among them" in refused("csv:y.csv", "out")
+    assert "has no field 'text', only body, n:" in refused("csv:y.csv", "out")
     assert texts_of("csv:y.csv", text_field="body") == ["a"]
 
 
@@ -585,7 +585,7 @@ def test_an_array_is_read_as_its_lines_are(here, monkeypatch, block, indent):
 def test_a_damaged_array_is_refused(here, text, item):
     (here / "x.json").write_text(text)
     found = refused("jsonl:x.json", "out")
-    assert f"x.json, item {item}, is not JSON, or nested too deeply, or no object" in found
+    assert f"x.json, item {item}, is not JSON, is nested too deeply, is not an object" in found
 
 
 @pytest.mark.parametrize("form", ["jsonl", "array", "parquet", "hf", "hf of tables"])
@@ -605,8 +605,8 @@ def test_a_field_inside_of_another_has_a_name_with_dots(here, form):
     pair = {"prompt_field": "meta.kind", "response_field": "meta.text", "condition_field": "meta.deep.n"}
     assert texts_of(dataset, **pair) == [("b", "a", "1"), ("c", "", "")]
     for name, words in {"meta.x": "has no field 'meta.x', because 'x' is not in text, deep: name another, or",
-                        "meta": "holds a dict and no text: name another field, one inside of an object as",
-                        "x.text": "has no field 'x.text' but meta, meta.kind: choose among them"}.items():
+                        "meta": "holds a dict, not text",
+                        "x.text": "has no field 'x.text', only meta, meta.kind:"}.items():
         assert words in refused(dataset, "out", text_field=name)
 
 
@@ -686,7 +686,7 @@ def test_hard_links_are_one_file(here, capsys):
     (here / "c.txt").write_text("text")  # another file with the same text stays
     assert texts_of("text:*.txt", val_split="hash:0.1") == ["text", "text"]
     prepared("text:*.txt", "out", val_split="hash:0.000001")
-    assert "3 names of *.txt lead to 2 files: each is read once" in capsys.readouterr().out
+    assert "3 names that match *.txt are 2 files" in capsys.readouterr().out
 
 
 def test_a_file_system_without_numbers_of_files(here, monkeypatch):
