@@ -1,4 +1,4 @@
-"""From a source to a directory of shards. After a kill it goes on where ShardWriter of packing.py was."""
+"""From a source to a directory of shards. After a kill, it resumes after the last shard that was written."""
 
 import contextlib
 import errno
@@ -51,19 +51,19 @@ from prepare.vocabulary import EOT
 # what to do about data without a validation set
 LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (tail:0.1 for a single text) or with more "
                 "documents")
-LINE_EVERY = 30  # seconds between lines of `prepare` where there is no progress bar
+LINE_EVERY = 30  # seconds between the lines that `prepare` prints if it shows no progress bar
 
 
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
             workers: int | None = None, **options) -> Path:
-    """Tokenizes `dataset` into shards in `out` and returns that directory. The options are those of the
-    command line, see `settings_of`. After a kill, the same call resumes. Resuming and the number of workers
-    do not change the bytes. Raises UserError.
+    """Tokenizes `dataset` into shards in the directory `out`, and returns it. The options are those of the
+    command line, see `settings_of`. After a kill, the same call resumes. The bytes written depend neither on
+    resuming nor on the number of workers. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
     settings = {"source": "", "tokenizer": tokenizer_name} | settings_of(dataset, **options)
-    source = Source(dataset, settings)  # the same dict, of which some values follow
+    source = Source(dataset, settings)  # keeps this dict, which is completed below
     settings["source"] = source.identity
     with lock_directory(out), ThreadPoolExecutor(1) as thread:  # the thread ends before the lock is released
         manifest = read_manifest(out)
@@ -77,20 +77,20 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
             now = settings.get(key)
             if before != now:
                 raise UserError(f"{out} was prepared with another {key} ({before}, now {now}): delete "
-                                "it, or give data.py prepare another --out.")
+                                "that directory, or give data.py prepare another --out.")
         tokenizer = read_tokenizer(out, manifest, tokenizer_name)
         if manifest["complete"]:
             say(f"{out} is already prepared: {describe(manifest)}")
             return out
-        source.reading |= manifest.get("reading", {"quoted": True})  # as it was until 2026-11-28
+        source.reading |= manifest.get("reading", {"quoted": True})  # the default until 2026-11-28
         if manifest["shards"]:
             say(f"{out} resumes after {len(manifest['shards'])} shards")
         writer = ShardWriter(out, manifest, thread, source.reading)
         tokenize(writer, source, tokenizer, workers or cpu_count())
         if not writer.counts["read"] or writer.packers and not writer.counts["samples"]:
-            raise UserError(f"{dataset} holds no text to train on: it is empty, shorter than --min-words or "
-                            "longer than --row, marked as not to be learned, or all of it fell into the "
-                            "validation split, which --val-split hash:0.000001 avoids.")
+            raise UserError(f"{dataset} holds no text to train on: its documents are empty, shorter than "
+                            "--min-words, longer than --row, marked as not to be learned, or all in the "
+                            "validation split; --val-split hash:0.000001 avoids the last.")
         writer.commit(complete=True)
         writer.writing.result()
     say(f"{out} is ready: {describe(manifest)}")
@@ -103,8 +103,8 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
                 prompt_field: str | None = None, response_field: str | None = None,
                 condition_field: str | None = None, row: int | None = None, long: str | None = None,
                 split_on: str | None = None) -> dict:
-    """The settings that determine the bytes `prepare` writes, besides the text and the tokenizer, with
-    defaults. Raises UserError for options that conflict.
+    """The settings that determine, together with the text and the tokenizer, which bytes `prepare` writes.
+    Fills in defaults. Raises UserError for options that conflict.
     """
     prefix, _, where = dataset.partition(":")
     task = prefix == "task"
@@ -114,15 +114,15 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
         few = prefix == "text" and not split_on and len(files) < 100
         small = (0 < sum(path.stat().st_size for path in files) < 4e7
                  or (max_tokens or 1e9) < 1e7 or (max_samples or 1e9) < 1e4
-                 # Python as Linux distributions have it lacks its tests, the larger half
+                 # Linux distributions leave out the tests, which are more than half of the library
                  or prefix == "stdlib" and len(stdlib_files()) < 1000)
         fraction = UNTRAINED if task else 0.1 if small else 0.01
         val_split = "tail:0.1" if few else f"hash:{fraction}"
     if val_split.startswith("tail:") and max_samples:
-        raise UserError("--max-samples does not go with --val-split tail:F, also the default for a few text "
-                        "files, which reads the text to its end: use --max-tokens, or name fewer files.")
+        raise UserError("--max-samples cannot be used with --val-split tail:F (the default for few text "
+                        "files), which reads the text to its end: use --max-tokens, or give fewer files.")
     if split_on and prefix != "text":
-        raise UserError(f"--split-on is for text: sources, and {dataset} needs none: leave it out.")
+        raise UserError(f"--split-on is only for text: sources, not for {dataset}: leave the flag out.")
     if not 1 <= shard_tokens < 2**30:
         raise UserError("--shard-tokens must be between 1 and 1B.")
     for flag, limit in (("--max-samples", max_samples), ("--max-tokens", max_tokens)):
@@ -132,26 +132,26 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     fieldless = prefix in ("text", "stdlib")
     if task:
         if not (max_tokens or max_samples):
-            raise UserError(f"{dataset} is endless: say how much with --max-samples or --max-tokens.")
+            raise UserError(f"{dataset} is endless: limit it with --max-samples or --max-tokens.")
         val_field = val_field or "level"
     elif val_field and fieldless:
         raise UserError(f"{dataset} has no field {val_field}: --val-field is for csv:, tsv:, jsonl:, "
                         "parquet: and hf:.")
     pairs = task or prompt_field or response_field or condition_field
     if text_field != "text" and (pairs or fieldless):
-        raise UserError(f"--text-field {text_field} is for rows of text, and here would be ignored: leave it "
-                        "out.")
+        raise UserError(f"--text-field {text_field} would be ignored, because pairs and plain text have no "
+                        "text field: leave the flag out.")
     if pairs and fieldless:
         raise UserError(f"{dataset} has no fields for pairs: use a csv:, tsv:, jsonl:, parquet: or hf: "
                         "source.")
     if pairs and not (task or prompt_field and response_field):
-        raise UserError("--prompt-field and --response-field go together: name both.")
+        raise UserError("pairs need both --prompt-field and --response-field: give both.")
     if pairs:
         if row is not None and row < 4:
-            raise UserError("--row, in training --seq-len, must be 4 or more.")
-        row, long = row or (TASK_ROW if task else 0), long or "truncate"  # 0: see row_for
+            raise UserError("--row (a trainer's --seq-len) must be 4 or more.")
+        row, long = row or (TASK_ROW if task else 0), long or "truncate"  # 0: row_for decides
     elif row or long:
-        raise UserError("--row and --long are for pairs: name their --prompt-field and --response-field.")
+        raise UserError("--row and --long are only for pairs: give --prompt-field and --response-field too.")
     return {"val_split": val_split, "val_field": val_field, "max_samples": max_samples,
             "max_tokens": max_tokens, "min_words": min_words or 0, "text_field": text_field,
             "shard_tokens": shard_tokens, "prompt_field": prompt_field, "response_field": response_field,
@@ -160,14 +160,16 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
 
 @contextlib.contextmanager
 def lock_directory(out: Path):
-    """Creates the directory of a data set and locks it for one process. Raises UserError."""
+    """A context that creates the directory of a data set and locks it for one process. Raises UserError if it
+    cannot be written, or holds other files.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = sorted(name for name in os.listdir(out) if name[0] != "." and name != "tokenizer.json")
         if others and "manifest.json" not in others:
-            raise UserError(f"{out} holds {others[0]} but no manifest: empty it, or give data.py "
+            raise UserError(f"{out} holds {others[0]} but no manifest: empty that directory, or give data.py "
                             "prepare another --out.")
-        lock = open(out / ".lock", "a")  # if this is a link, its target stays as it is
+        lock = open(out / ".lock", "a")  # "a", because a link's target must not be emptied
     except OSError as error:
         kind = RetryableError if error.errno == errno.ENOSPC else UserError
         raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another "
@@ -178,7 +180,7 @@ def lock_directory(out: Path):
 
 
 def start_manifest(out: Path, source: Source) -> dict:
-    """Writes tokenizer.json, training it for bpe:N, and a manifest without shards. Returns the manifest."""
+    """Writes tokenizer.json (trained here for bpe:N) and a manifest without shards; returns the manifest."""
     settings = source.settings
     name = settings["tokenizer"]
     if bpe := re.fullmatch(r"bpe:(\d+)", name):
@@ -187,7 +189,7 @@ def start_manifest(out: Path, source: Source) -> dict:
             raise UserError(f"{name} is out of range: use bpe:300 to bpe:1000000.")
         say(f"training {name} on {source.dataset}")
         texts = first_texts(source)
-        (_, tokenizer), = in_order([texts], 1, train_bpe, size)  # in a thread, for Ctrl-C's sake
+        (_, tokenizer), = in_order([texts], 1, train_bpe, size)  # in a thread, so that Ctrl-C works
         if tokenizer.num_ids < size:
             say(f"note: {name} has only {tokenizer.num_ids} ids, because the text is short")
     else:
@@ -204,22 +206,25 @@ def start_manifest(out: Path, source: Source) -> dict:
     if source.pairs:
         manifest |= {"row": settings["row"], "roles": tokenizer.marker_ids}
     manifest["whole"] = identity_of(source, LARGEST_READ)
-    write_manifest(out, manifest)  # before the first shard, because shards alone would be refused
+    write_manifest(out, manifest)  # before the first shard: lock_directory refuses shards without a manifest
     return manifest
 
 
 def check_loss(name: str, counts: Counter) -> str:
-    """A warning if a tokenizer has lost some characters of a text, else "". UserError if more than 1 %."""
+    """Returns a warning if a tokenizer has lost characters of a text, else "". Raises UserError if it has
+    lost more than 1 % of them.
+    """
     lost = counts["lost"] / max(counts["all"], 1)
-    text = f"{name} loses {lost:.2%} of the characters of this text, for which it has no tokens"
+    text = f"{name} loses {lost:.2%} of the characters of this text, because it has no tokens for them"
     if lost > 0.01:
         raise UserError(f"{text}: use another --tokenizer, such as gpt2 or bpe:N.")
     return f"WARNING: {text}" if lost else ""
 
 
 def row_for(source: Source, tokenizer) -> int:
-    """The multiple of 64, up to LARGEST_ROW, that holds the longest of the first pairs. With longer rows, a
-    small data set would fill only a few, and one step would pass over it several times.
+    """The default of --row: the multiple of 64, up to LARGEST_ROW, that holds the longest of the first 10,000
+    pairs. Longer rows are bad for small data sets: they fill few of them, and a step would read the data
+    several times.
     """
     arrays, _ = encode(itertools.islice(read_pieces(source), 10_000), source, tokenizer)
     return min(64 * (max(map(len, arrays), default=0) // 64 + 1), LARGEST_ROW)
@@ -240,8 +245,8 @@ def first_texts(source: Source) -> list[str]:
 
 
 def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
-    """Encodes the source from the writer's position to its end or to max_tokens. The last text is cut there,
-    but no pair. With tail:F, what is held out follows.
+    """Encodes the source from the writer's position to its end, or until there are max_tokens training
+    tokens. There, a text is cut, and a pair is left out. With tail:F, the held-out text still follows.
     """
     from tqdm import tqdm  # comes with datasets
     settings = source.settings
@@ -250,7 +255,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     limit = settings["max_tokens"]
     full = limit and counts["read"] >= limit
     progress = source.progress
-    progress.done = 0  # beginnings may have been read
+    progress.done = 0  # first_texts and row_for may have read the beginning
     batches = in_batches(item for item in read_pieces(source, writer.position, counts["documents"])
                          if not full or item[2] != "train")
     lines = not sys.stderr.isatty() or os.environ.get("TQDM_DISABLE")
@@ -267,8 +272,8 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                     if source.pairs and len(tokens) > left:
                         continue
                     tokens = tokens[:left]
-                if counts["read"] < 10_000_000:  # counting costs 8 % of the time of `bytes`
-                    marks += str(text).count(EOT)  # of a text or of a pair
+                if counts["read"] < 10_000_000:  # only there, because it takes 8 % of the time with `bytes`
+                    marks += str(text).count(EOT)  # str, because a pair is a tuple
                 writer.lost += counted
                 for passed in [number for number in source.states if number <= document]:
                     source.reading |= source.states.pop(passed)
@@ -283,10 +288,10 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
     if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
     if settings.get("split_on") and not progress.divided:
-        say(f"WARNING: {settings['split_on']!r} of --split-on divides none of the files")
+        say(f"WARNING: --split-on {settings['split_on']!r} does not occur in any file")
     if marks:
-        say(f"note: {EOT} occurs {marks:,} times in the first 10M tokens, as plain text; with a text: source "
-            f"--split-on '{EOT}' makes documents of what is between")
+        say(f"note: {EOT} occurs {marks:,} times as plain text in the first 10M tokens; to divide a text: "
+            f"source into documents there, use --split-on '{EOT}'")
     if progress.unread:
         say(f"note: fields that were not read: {listed([*progress.unread])}")
     if not full and (without := progress.seen - counts["documents"]):
@@ -294,13 +299,13 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
 
 
 def read_pieces(source: Source, position=(0, 0), samples: int = 0):
-    """Yields (document, piece, split, text) from `position` on, up to max_samples documents in total. A text
-    is a string, or a tuple with the fields of a pair.
+    """Yields (document, piece, split, text) from `position` on, until there are max_samples documents in all,
+    including the `samples` before. A text is a string, or a tuple with the fields of a pair.
     """
     settings = source.settings
     fraction = float(settings["val_split"].partition(":")[2])
     first, skip = position
-    samples -= skip > 0  # a document that is resumed in the middle has been counted already
+    samples -= skip > 0  # a document that is resumed in the middle is counted again below
     for document, (blocks, split, name) in enumerate(source.documents(first), first):
         if isinstance(blocks, tuple):
             blocks = [blocks]
@@ -325,8 +330,8 @@ def read_pieces(source: Source, position=(0, 0), samples: int = 0):
 
 
 def hash64(text: str | tuple) -> int:
-    """A number below 2^64 that depends on the text alone, of a pair on its prompt, so no prompt is in both
-    training and validation.
+    """A number below 2^64 that depends only on the text. For a pair it depends only on the prompt, so no
+    prompt is in both training and validation.
     """
     if isinstance(text, tuple):
         text = text[0]
@@ -335,12 +340,12 @@ def hash64(text: str | tuple) -> int:
 
 
 def whole(text: str | tuple) -> str:
-    """A piece of a document as it is, or the fields of a pair as lines."""
+    """One string for a text: itself, or the fields of a pair as lines."""
     return text if isinstance(text, str) else "\n".join(text)
 
 
 def in_batches(items, chars: int = BLOCK // 2):
-    """Groups pieces, or pairs, into lists of about `chars` characters, the unit of work of a thread."""
+    """Yields lists of pieces or pairs with about `chars` characters together, as work for one thread."""
     batch = []
     size = 0
     for item in items:
@@ -355,9 +360,9 @@ def in_batches(items, chars: int = BLOCK // 2):
 
 
 def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Counter]]:
-    """Token ids of each piece, and what it loses, see HuggingFaceTokenizer.lost_in. A
-    document's first piece starts with end-of-text, unless it is a pair. Raises UserError with the number of
-    the document that cannot be encoded.
+    """Returns the token ids of each piece, and what each loses (see HuggingFaceTokenizer.lost_in). The first
+    piece of a document starts with end-of-text; a pair has markers instead. Raises UserError that names the
+    document if it cannot be encoded.
     """
     arrays = []
     lost = []
@@ -367,7 +372,7 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             if source.pairs:
                 prompt, response, *condition = text
                 parts = [prompt_ids(tokenizer, prompt, *condition), tokenizer.encode(response)]
-                # what lost_in compares: the name of a special token is no text
+                # for lost_in, which compares text: leave out the name of a special token
                 text = prompt, response, *(c for c in condition if c not in tokenizer.specials)
                 if (end := tokenizer.marker_ids["end"]) >= 0:
                     parts.append([end])
@@ -379,12 +384,13 @@ def encode(items, source: Source, tokenizer) -> tuple[list[np.ndarray], list[Cou
             reason = str(error).rstrip(".") if isinstance(error, UserError) else repr(error)
             raise UserError(f"{source.dataset}, document {document + 1}, cannot be encoded: {reason}.")
         arrays.append(np.concatenate(parts, dtype=dtype, casting="unsafe"))
-        split = "train" if source.pairs else split  # of pairs the bytes are not counted
+        split = "train" if source.pairs else split  # nobody uses the bytes of pairs by split
         lost.append(tokenizer.lost_in(whole(text), arrays[-1], split))
     return arrays, lost
 
 
 def describe(manifest: dict) -> str:
+    """A line for the user about a prepared directory: tokens, documents and, for pairs, how full rows are."""
     shards = manifest["shards"]
     train = total(shards, "tokens", "train")
     val = total(shards, "tokens") - train
@@ -402,9 +408,10 @@ def describe(manifest: dict) -> str:
 
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
            row: int | None = None, **limits: int | None) -> Path:
-    """Returns directory_of(data), prepared if necessary, up to the limits max_tokens, max_samples and
-    min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if
-    it was prepared with other limits; one that is None is another, but for a directory that `data` names.
+    """Returns directory_of(data), after preparing it if necessary, up to the limits max_tokens, max_samples
+    and min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError
+    if it was prepared with other limits. A limit of None counts as another one, unless `data` is a prepared
+    directory.
 
     The first process of each node prepares. The others watch for the finished manifest instead of waiting in
     a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
@@ -419,13 +426,13 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     endless = not max_tokens and (prefix in ("task", "hf") or data in SHORT_NAMES)
     for flag, limit in limits.items():
         before = settings.get(flag)
-        if limit is None and (prepared or endless and flag == "max_tokens"):  # see the note below
+        if limit is None and (prepared or endless and flag == "max_tokens"):  # for the latter, see the note
             continue
         if (settings or prepared) and (limit or 0) != (before or 0):
             name = f"--{flag.replace('_', '-')}"
             raise UserError(f"{out} was prepared with another {name} ({before}, now {limit}): "
                             f"{f'give {name} {before}' if before else 'leave it out'} to use it as it is, "
-                            "delete that directory, or give data.py prepare another --out, and name that.")
+                            "delete that directory, or give data.py prepare another --out, and use that.")
     if prepared:
         return out
     each = "" if prefix == "task" else ", 20 for each parameter"
@@ -444,9 +451,9 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         ended = manifest["complete"] and tokens < most
         if endless and useful > most and not ended:
             say(f"note: {out} is prepared up to {most:,} tokens, and this model would take "
-                f"{useful:,}{each}: for these, with the other flags that it had, run python data.py prepare "
+                f"{useful:,}{each}: to get them, run python data.py prepare "
                 f"--dataset {data} --tokenizer {settings['tokenizer']} --max-tokens {useful} --out "
-                f"{out}-more, and give --data {out}-more")
+                f"{out}-more, and give --data {out}-more (repeat the other flags of its prepare command)")
         if manifest["complete"]:
             check_source(data, out, settings)
             return out
@@ -454,22 +461,22 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         settings = limits | {"max_tokens": useful if endless else max_tokens}
         if endless and useful:
             say(f"{data} is prepared up to {useful:,} tokens{each}: --max-tokens chooses another number")
-    for key in ("source", "tokenizer"):  # of an unfinished manifest
+    for key in ("source", "tokenizer"):  # in the settings of an unfinished manifest
         settings.pop(key, None)
     return prepare(data, out, tokenizer_name, **settings)
 
 
 def current_identity(source: Source, out: Path) -> str:
-    """The identity of a source with shards in `out`; with all that its files hold if one is newer than those
-    and something has changed.
+    """The identity of a source with shards in `out`. If a file is newer than the shards, all files are read
+    to see whether they have changed, and if so, the identity is that of their full content.
     """
     begun = math.inf
-    with contextlib.suppress(OSError):  # read_tokenizer says what is wrong
+    with contextlib.suppress(OSError):  # read_tokenizer raises an error about it
         begun = (out / "tokenizer.json").stat().st_mtime
     if all(path.stat().st_mtime < begun for path in source.files):
         return source.identity
     if source.progress.total >= LARGEST_READ:
-        say(f"note: {source.dataset} is newer than {out}, and too large to be compared with what was read")
+        say(f"note: {source.dataset} is newer than {out}, and too large to be compared with it")
     whole = identity_of(source, LARGEST_READ)
     return whole if read_manifest(out).get("whole", whole) != whole else source.identity
 
@@ -478,11 +485,11 @@ def check_source(data: str, out: Path, settings: dict):
     """Raises UserError if `out` was prepared from other files than --data names now."""
     try:
         identity = current_identity(Source(data, settings), out)
-    except (UserError, OSError) as error:  # the source is gone; the shards suffice
+    except (UserError, OSError) as error:  # the source is gone; the shards are enough
         return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:
-        raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): "
-                        "delete it, or prepare this one with another --out of data.py prepare, and name that "
-                        "with --data; either needs another --out in training, where --init-from RUN goes on "
-                        "from the weights of an earlier run. "
-                        f"To go on with the old text, use --data {out}.")
+        raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): to "
+                        f"go on with the old text, use --data {out}; for the new one, delete that directory, "
+                        "or run data.py prepare with another --out and give that as --data; in both cases "
+                        "train with another --out, where --init-from RUN starts from an earlier run's "
+                        "weights.")

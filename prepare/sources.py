@@ -132,8 +132,8 @@ class Source:
         names = ("prompt_field", "response_field", "condition_field") if self.pairs else ("text_field",)
         self.fields = [settings[name] for name in (*names, "val_field") if settings.get(name)]
         self.kind, self.files = find_source(dataset)
-        # what the reader found out: a hub repository's revision and the state of datasets before a `document`,
-        # and whether a tsv has quotes
+        # what the reader found out: a hub repository's revision and the state of datasets before a
+        # `document`, and whether a tsv has quotes
         self.reading = {}
         self.states = {}  # number of the next document → what `reading` gets from datasets
         self.schema = None  # Arrow's schema, if there is one

@@ -670,7 +670,7 @@ def test_text_that_was_appended_is_trained_on_as_the_guide_says(here, name, rank
 def test_a_separator_that_divides_nothing_is_said(here, capsys, monkeypatch):
     (here / "x.txt").write_text("a story\n" * 99)
     prepared("text:x.txt", "none", split_on="<end>", val_split="hash:0.000001")
-    assert "WARNING: '<end>' of --split-on divides none of the files" in capsys.readouterr().out
+    assert "WARNING: --split-on '<end>' does not occur" in capsys.readouterr().out
     prepared("text:x.txt", "lines", split_on="\n", val_split="hash:0.000001")
     assert "WARNING" not in capsys.readouterr().out
     prepared("text:x.txt", "first", split_on="\n", val_split="hash:0.000001", max_samples=1)
@@ -1071,7 +1071,7 @@ def test_a_larger_model_on_the_same_hub_source(hub, monkeypatch, capsys):
     assert not note(2000)
     text = note(30_000)
     assert "is prepared up to 2,000 tokens, and this model would take 30,000, 20 for each parameter" in text
-    command, directory = re.search(r"run python (data.py .*), and give --data (\S+)\n", text).groups()
+    command, directory = re.search(r"run python (data.py .*), and give --data (\S+)", text).groups()
     monkeypatch.setattr("sys.argv", command.split())
     data_py.main()
     shards = data.read_manifest(Path(directory))["shards"]
