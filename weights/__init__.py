@@ -1,4 +1,9 @@
-"""What enters and leaves a run: huggingface.py and llama_cpp.py (files of other programs), init_from.py (what
-a run starts from), use.py (--prompt, --chat, --fill, --export, --eval-only), sampling.py (text
-that a model writes). A run's own checkpoints are in ddp_utils.py.
+"""Weights that enter and leave a run. (Its own checkpoints are in ddp_utils.py.)
+
+    init_from.py    --init-from, load_frozen
+    use.py          --prompt, --chat, --fill, --export, --eval-only, load_run
+    sampling.py     generates text, fills masks
+    huggingface.py  reads and writes models of transformers
+    llama_cpp.py    writes GGUF
+    card.py         writes the model card of an export
 """

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md in hf/, with the metadata that the Hugging Face hub reads."""
+"""Writes the model card of an export: README.md in hf/, with the metadata that the Hugging Face hub reads."""
 
 import re
 import shlex
@@ -9,17 +9,18 @@ import monitor
 from cli.errors import UserError, say
 from data import digest_json, directory_of, read_manifest, sources_of, write_atomically
 
-# a template of huggingface_hub, in Jinja
+# A template of huggingface_hub, in Jinja.
 CARD = """---
 {{ card_data }}
 ---
 {% if prefix and family == "GPT2" -%}
-Transformers has no prefix mask for GPT-2: there a question sees only what comes before, in training all of
-itself.
+Transformers has no prefix mask for GPT-2. There, a token of a question sees only the tokens before it; in
+training it saw the whole question.
 
 {% elif prefix -%}
-**Pass question and answer as two texts**, `tokenizer(question, answer)`. In one text an answer sees itself:
-a model that was tuned on such texts, in a test, had a loss of 0.036 there, and of 8.1 where it wrote answers.
+**Pass question and answer as two texts**, `tokenizer(question, answer)`. If both are in one text, the answer
+sees itself. A model that was fine-tuned that way, as a test, reached a loss of 0.036, but 8.1 when it had to
+write the answers.
 
 {% endif -%}
 # {{ family }} of size {{ settings.size }}{{ ", {:,} parameters".format(parameters) if parameters }}
@@ -37,10 +38,10 @@ a model that was tuned on such texts, in a test, had a loss of 0.036 there, and 
                 if settings[name] is defined and settings[name] is not none %}
 {{- "," if not loop.first }} {{ name }} {{ settings[name] }}
 {%- endfor %}
-- **License**: to be filled in, here and as `license:` in the first lines, one of
+- **License**: to be filled in, here and as `license:` in the first lines, with one of
   https://huggingface.co/docs/hub/repositories-licenses
 
-To use it with transformers in this directory, or elsewhere with the name of its repository for the dot:
+To use it with transformers, run this here, or elsewhere with the name of its repository instead of ".":
 
 ```python
 {% if masked -%}
@@ -59,7 +60,7 @@ print(tokenizer.decode(ids, skip_special_tokens=True))
 ```
 {%- if commands %}
 
-It was trained by
+It was trained with
 
 ```bash
 {{ commands | join("\n") }}
@@ -69,23 +70,24 @@ It was trained by
 
 
 def public(word: str) -> str:
-    """A word of a command without the folders of absolute paths, or of those that lead upwards."""
+    """A word of a command, in which absolute paths and paths that lead upwards lose their folders."""
     return re.sub(r"(^|[=:,])[/~.][^,]*/(?=.)", r"\1", word)
 
 
 def public_command(command: str) -> str:
+    """A command without folders and addresses, which readers of a card need not know."""
     words = [public(word) for word in shlex.split(command) if not word.startswith("--master_")]
     return shlex.join(words)
 
 
 def card_of(saved: dict) -> str:
-    """The card of a checkpoint. What the files of its run and of its data no longer say is left out."""
+    """The text of the card for a checkpoint. Leaves out what the run's and the data's files no longer say."""
     from huggingface_hub import ModelCard, ModelCardData  # comes with datasets
     settings, config = saved["settings"], saved["model_config"]
     run = Path(saved["path"]).parent.parent
     names = [settings["data"]]
     repositories = []
-    with suppress(UserError):  # one is damaged
+    with suppress(UserError):  # a damaged manifest
         for source in sources_of(settings["data"]):
             if manifest := read_manifest(directory_of(source, settings["tokenizer"])):
                 names.append(manifest["dataset"])
@@ -105,15 +107,15 @@ def card_of(saved: dict) -> str:
 
 
 def signed(card: str) -> str:
-    """With its digest, by which the next export knows that nobody has edited it."""
+    """The card with its digest, which shows the next export that nobody has edited the card."""
     return f"{card}\n\n<!-- {digest_json(card)}: while this fits, an export replaces the file -->\n"
 
 
 def write_card(path: Path, saved: dict):
-    """Writes the card of a checkpoint in place of an earlier one, unless that was edited."""
+    """Writes the card of a checkpoint. Keeps an earlier card if somebody has edited it, and says so."""
     if path.is_file():
         earlier = path.read_text("utf-8", "replace")
         if earlier != signed(earlier.rpartition("\n\n<!-- ")[0]):
-            return say(f"{path} stays as it is, because no export has written it so: move it away and export "
-                       "again for a card of this model")
+            return say(f"{path} was edited, so it is kept: to get a card for this model, move it away and "
+                       "export again")
     write_atomically(path, signed(card_of(saved)).encode())

@@ -1,4 +1,4 @@
-"""Hugging Face: config.json, model.safetensors and tokenizer.json, in both directions."""
+"""Reads and writes models of Hugging Face: config.json, model.safetensors and tokenizer.json."""
 
 import json
 import os
@@ -36,34 +36,34 @@ class HFFamily:
 
     model_type: str
     architecture: str
-    parameters: str  # ours: the pattern of all names that have a counterpart, in transformers and llama.cpp
-    # ours → theirs: the parts between the dots of a parameter's name; a matrix with several names is divided
+    parameters: str  # a pattern of our parameter names that have a counterpart in transformers and llama.cpp
+    # ours → theirs: parts of parameter names, between dots; a matrix with several names is split into these
     names: dict[str, str]
-    fields: dict[str, str]  # ours → theirs: fields of the configuration with the same value in both
-    covered: str  # our other fields that `to_hf` translates, or that matter to training only
+    fields: dict[str, str]  # ours → theirs: fields of the configuration that have the same value
+    covered: str  # other fields of ours: those that `to_hf` translates, and those only training uses
     to_hf: Callable[[Any], dict]  # our configuration → their other fields
     from_hf: Callable[[dict], dict]  # their configuration → our other fields; may raise UserError
-    transposed: tuple[str, ...] = ()  # name endings (ours) of matrices that they store transposed
+    transposed: tuple[str, ...] = ()  # endings of our names of matrices that they store transposed
 
 
 def refuse_export(model: nn.Module):
-    """Raises UserError for a field or a parameter that an export would lose. Both exports call this."""
+    """Raises UserError if an export would lose a field or a parameter. Both kinds of exports call this."""
     c = model.config
     family = hf_family(type(model), c)
     known = {*family.fields, *family.covered.split(), "padded_vocab", "start", "response", "end"}
     for f in fields(c):
         if f.name not in known and getattr(c, f.name) != f.default:
             raise UserError(f"a model with --{f.name.replace('_', '-')} has no counterpart in transformers "
-                            "nor llama.cpp, so it cannot be exported: train one without it.")
+                            "or llama.cpp, so it cannot be exported: train one without that flag.")
     for name in model.state_dict():
         if not re.fullmatch(family.parameters, name):
             raise UserError(f"the parameter {name} of {type(model).__name__} has no counterpart in "
-                            "transformers nor llama.cpp, so the model cannot be exported: train one without "
-                            "it, or use this one here, with --prompt or load_run.")
+                            "transformers or llama.cpp, so the model cannot be exported: train one without "
+                            "it, or use this one with --prompt or load_run.")
 
 
 def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
-    """Raises UserError for the first key of config.json that is `odd`, or differs from the required value."""
+    """Raises UserError if a key of config.json is `odd`, or differs from its required value or default."""
     odd = odd | {key: config.get(key, value) != value for key, value in required.items()}
     for key in odd:
         if odd[key]:
@@ -72,7 +72,7 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
 
 def hrm_to_hf(c: HRMConfig) -> dict:
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
-            # their cache has a layer for each attention call
+            # transformers sizes its cache by this, and needs a slot for each attention call
             "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
@@ -96,7 +96,7 @@ def gpt2_to_hf(c: GPT2Config) -> dict:
 
 
 def gpt2_from_hf(config: dict) -> dict:
-    if config.get("activation_function") == "gelu_pytorch_tanh":  # a later name
+    if config.get("activation_function") == "gelu_pytorch_tanh":  # another name of the same function
         config = config | {"activation_function": "gelu_new"}
     odd = {"n_inner": config.get("n_inner") not in (None, 4 * config["n_embd"])}
     refuse_import(config, odd, "train_gpt2.py", activation_function="gelu_new", scale_attn_weights=True,
@@ -123,14 +123,17 @@ def modern_from_hf(config: dict) -> dict:
 
 
 def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
-    """Qwen3.5's q_proj (2 C, C) of two matrices (C, C): head by head the rows of the query, then of the gate.
+    """Joins the query and gate matrices (C, C) to Qwen3.5's q_proj (2 C, C): for each head, the rows of the
+    query and then those of the gate.
     """
     parts = [matrix.view(c.n_head, c.head_dim, c.d_model) for matrix in (query, gate)]
     return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)
 
 
 def join_modern(tensors: dict, c: GPT2Config):
-    """Changes tensors by their names into those of Qwen3.5, in what a name cannot say."""
+    """Changes tensors, which already have Qwen3.5's names, in place into Qwen3.5's form: scales the
+    embeddings, adds norms without effect, and joins query and gate.
+    """
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * c.d_model ** 0.5
     tensors["model.norm.weight"] = torch.zeros(c.d_model)  # their norms multiply by 1 + weight
     norms = {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim, "input_layernorm": c.d_model,
@@ -143,7 +146,7 @@ def join_modern(tensors: dict, c: GPT2Config):
 
 
 def divide_modern(tensors: dict, c: GPT2Config):
-    """Changes them back. Raises UserError for norms with weights."""
+    """Undoes join_modern. Raises UserError if a norm has weights."""
     for name in tensors:
         if "norm" in name and tensors[name].count_nonzero():
             raise UserError(f"this model has weights in {name}, which train_gpt2.py does not support.")
@@ -162,7 +165,7 @@ def mlm_layer_types(n_layer: int, global_every: int) -> list[str]:
 def mlm_to_hf(c: MLMConfig) -> dict:
     return {"layer_types": mlm_layer_types(c.n_layer, c.global_every),
             "global_attn_every_n_layers": c.global_every, "global_rope_theta": c.global_theta,
-            "local_rope_theta": c.local_theta,  # as transformers 4 calls them
+            "local_rope_theta": c.local_theta,  # transformers 4 reads these, later ones rope_parameters
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": c.global_theta},
                 "sliding_attention": {"rope_type": "default", "rope_theta": c.local_theta}},
@@ -175,7 +178,7 @@ def mlm_from_hf(config: dict) -> dict:
     every = config.get("global_attn_every_n_layers", 3)
     types = config.get("layer_types") or mlm_layer_types(n_layer, every)
     fitting = [n for n in (every, *range(1, n_layer + 1)) if mlm_layer_types(n_layer, n) == types]
-    ropes = config.get("rope_parameters") or {  # older files on the hub have none
+    ropes = config.get("rope_parameters") or {  # older files lack it
         "full_attention": {"rope_theta": config.get("global_rope_theta", 160000.0)},
         "sliding_attention": {"rope_theta": config.get("local_rope_theta", 10000.0)}}
     odd = {"layer_types": not fitting, "eos_token_id": not isinstance(config["eos_token_id"], int),
@@ -223,7 +226,7 @@ HF_FAMILIES = {
         USUAL_FIELDS | {"n_layer": "num_hidden_layers", "ff": "intermediate_size",
                         "window": "local_attention", "norm_eps": "norm_eps"},
         "dropout eot global_every global_theta local_theta", mlm_to_hf, mlm_from_hf)}
-MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
+MODERN = HFFamily(  # --modern is Qwen3.5 with full attention in all layers
     "qwen3_5_text", "Qwen3_5ForCausalLM",
     r"(embed|head|transformer\.blocks\.\d+\.(gqkv|attn_out|gate_up|down))\.weight",
     {"embed": "model.embed_tokens", "head": "lm_head", "transformer": "model", "blocks": "layers",
@@ -231,7 +234,7 @@ MODERN = HFFamily(  # Qwen3.5 with full attention in all layers
      "attn_out": "self_attn.o_proj", "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj"},
     USUAL_FIELDS | {"n_layer": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
     "attention dropout modern", modern_to_hf, modern_from_hf)
-# What Conversation.pairs makes of messages: one question, with what was said before as lines, and one answer
+# Like Conversation.pairs: everything said before the last answer is its question, one message per line.
 CHAT_TEMPLATE = r"""
 {%- set said = namespace(system='', lines=[], answer=none) %}
 {%- for m in messages %}
@@ -257,7 +260,7 @@ def _safetensors():
 
 
 def as_theirs(model: nn.Module) -> dict[str, Tensor]:
-    """Our tensors by Hugging Face names, as views with Hugging Face shapes, without padding rows."""
+    """Our tensors by Hugging Face's names, as views with Hugging Face's shapes, without padding rows."""
     family, tensors = hf_family(type(model), model.config), {}
     for ours, tensor in model.state_dict().items():
         tensor = tensor[:model.config.vocab_size] if ours in VOCAB_TENSORS else tensor
@@ -271,14 +274,14 @@ def as_theirs(model: nn.Module) -> dict[str, Tensor]:
 
 def hf_family(model_class: type, config) -> HFFamily:
     if model_class not in HF_FAMILIES:
-        raise UserError(f"{model_class.__name__} has no entry in HF_FAMILIES of weights/huggingface.py, "
-                        "which says what its parts are called in transformers: so it cannot be exported, nor "
-                        "read from hf:.")
+        raise UserError(f"{model_class.__name__} cannot be exported or read from hf:, because HF_FAMILIES in "
+                        "weights/huggingface.py does not say what its parts are called in transformers: add "
+                        "an entry.")
     return MODERN if vars(config).get("modern") else HF_FAMILIES[model_class]
 
 
 def ends_of(c: ModelConfig, tokenizer) -> tuple[int, int, str | None]:
-    """The ids that begin and end a text, and for pairs the template of a chat."""
+    """The ids that start and end a text, and the chat template if the model was trained on pairs."""
     if vars(c).get("response", -1) < 0:
         return tokenizer.eot, tokenizer.eot, None
     template = CHAT_TEMPLATE.replace("ANSWER", tokenizer.decode([c.response]))
@@ -286,8 +289,8 @@ def ends_of(c: ModelConfig, tokenizer) -> tuple[int, int, str | None]:
 
 
 def to_hf(model: nn.Module, directory: str | Path, tokenizer):
-    """Writes a directory for `from_pretrained` of transformers, without the rows that pad the vocabulary.
-    Raises UserError if transformers has no counterpart of the model.
+    """Writes a directory that `from_pretrained` of transformers loads, without the rows that pad the
+    vocabulary. Raises UserError if transformers has no counterpart of the model.
     """
     c, masked = model.config, isinstance(model, MLM)
     family = hf_family(type(model), c)
@@ -297,8 +300,8 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     ends = {"bos_token_id": first, "eos_token_id": last}
     config = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": "float32"}
     config |= {theirs: getattr(c, ours) for ours, theirs in family.fields.items()}
-    # usual collators take no label that is the pad, so an answer's end should be another token: [MASK], where
-    # the table of a causal model holds it
+    # Data collators ignore labels that are the pad, and the end of an answer must not be ignored. So a causal
+    # model pads with [MASK], if its table has that.
     pad = tokenizer.mask if not masked and tokenizer.mask < c.vocab_size else last
     config |= family.to_hf(c) | ends | {"pad_token_id": pad}
 
@@ -306,13 +309,13 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": c.seq_len, "bos_token": bos,
                "eos_token": eos, "pad_token": tokenizer.decode([pad]), "unk_token": eos,
                "clean_up_tokenization_spaces": False,
-               "padding_side": "right" if masked else "left",  # generate goes on at the right
-               # transformers 4 would add other types to the embeddings of GPT-2
+               "padding_side": "right" if masked else "left",  # generate appends on the right
+               # only with a prefix: transformers 4 would add the types to the embeddings of GPT-2
                "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
     around = {bos: first}
     if template:
         around |= {tokenizer.decode([c.response]): c.response, eos: last}
-        special["chat_template"] = template  # sets no types, so with a prefix pass token_type_ids of ones
+        special["chat_template"] = template  # sets no types; with a prefix, users pass token_type_ids of ones
     words = json.loads(tokenizer.to_json())
     contents = {"config.json": config, "tokenizer_config.json": special, "tokenizer.json": words}
     if masked:
@@ -321,15 +324,15 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
                                  "single_word": False, "special": True}
     else:
         contents["generation_config.json"] = ends | {"do_sample": True}
-        # [MASK] may be the only id beyond the table
+        # [MASK] may be beyond the embedding table; no other id is
         words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < c.vocab_size]
     for token in words["added_tokens"]:
         if token["id"] == tokenizer.mask:
             token["lstrip"] = tokenizer.takes_blank
     stage = words["pre_tokenizer"] or {}
     for part in (stage, *stage.get("pretokenizers", [])):
-        if template and part.get("prepend_scheme") == "first":  # here a prompt and a response are texts of
-            part["prepend_scheme"] = "always"  # their own, in a chat parts of one
+        if template and part.get("prepend_scheme") == "first":  # we encode prompt and response one by one; a
+            part["prepend_scheme"] = "always"  # chat encodes both in one text
     words["post_processor"] = _post_processor(around, prefix)
 
     directory, safetensors = Path(directory), _safetensors()
@@ -341,33 +344,34 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
     directory.mkdir(parents=True, exist_ok=True)
     try:
         safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # with a full disk
+    except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(None, str(error))
     for name, content in contents.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    with suppress(OSError):  # where modes cannot change, as in a mounted bucket, the mount sets them
-        shutil.copymode(directory / "config.json", file)  # saved for its owner only
+    with suppress(OSError):  # a mounted bucket cannot change modes; the mount sets them
+        shutil.copymode(directory / "config.json", file)  # safetensors lets only the owner read the file
 
 
 def logits_of_hf(directory: Path, row: Tensor) -> Tensor:
-    """The logits (T, V) of a row (1, T) in transformers. ImportError if that lacks the model."""
+    """The logits (T, V) that transformers has for a row (1, T). Raises ImportError if it lacks the model."""
     name = read_json(directory / "config.json")["architectures"][0]
     try:
         import transformers
         theirs = getattr(transformers, name)
-    except Exception as error:  # or a package that it needs
+    except Exception as error:  # it is missing, lacks the class, or lacks a package
         raise ImportError(f"transformers has no {name} ({first_line(error)})")
     transformers.utils.logging.disable_progress_bar()
     return theirs.from_pretrained(directory).eval()(row).logits[0]
 
 
 def _post_processor(around: dict[str, int], prefix: bool) -> dict:
-    """Puts tokens around a text, as --prompt and --fill do: the first token of `around` before it and the
-    second, <|response|>, if there is one, after it. A pair is then a question with its answer, and ends with
-    the third. With `prefix`, a question has type 1, by which each of its tokens sees all of it, and an answer
-    type 0. data.py ignores post-processors.
+    """A post-processor for tokenizer.json that puts tokens around a text, as --prompt and --fill do: the
+    first token of `around` before it and the second, <|response|>, if there is one, after it. If there is, a
+    pair of texts is a question with its answer, and ends with the third token. With `prefix`, questions have
+    type 1, which lets each of their tokens see the whole question, and answers type 0. data.py ignores
+    post-processors.
     """
-    def part(name: str, kind: int = int(prefix)) -> dict:  # A and B are texts
+    def part(name: str, kind: int = int(prefix)) -> dict:  # A and B stand for the two texts
         return {"SpecialToken" if name in around else "Sequence": {"id": name, "type_id": kind}}
 
     start, *answers = around
@@ -380,10 +384,10 @@ def _post_processor(around: dict[str, int], prefix: bool) -> dict:
 
 
 def config_from_hf(model_class: type, source: str):
-    """Returns the configuration of a Hugging Face directory or repository, and its weight files. Raises
-    UserError if it holds another architecture.
+    """Returns our configuration for a Hugging Face directory or repository, and its weight files. Raises
+    UserError if it has no such files or another architecture.
     """
-    _safetensors()  # which reads the weights, but only after the run has its directory
+    _safetensors()  # raises early if the package is missing; the weights are read much later
     family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
     if not directory.is_dir():
         try:
@@ -391,30 +395,30 @@ def config_from_hf(model_class: type, source: str):
             directory = Path(snapshot_download(source, allow_patterns=[
                 "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt",
                 "added_tokens.json", "special_tokens_map.json"]))
-        except Exception as error:  # of the hub, or of httpx below it
+        except Exception as error:  # huggingface_hub and httpx raise many kinds
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{first_line(error)}")
     files = [directory / name for name in names_in(directory) if name == "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     try:
         config = read_json(directory / "config.json")
-        if not files and index.exists():  # as transformers does; other files may be left over
+        if not files and index.exists():  # like transformers; other files may be left over
             names = read_json(index)["weight_map"].values()
-            files = [directory / Path(name).name for name in sorted({*names})]  # none elsewhere
+            files = [directory / Path(name).name for name in sorted({*names})]  # .name: only in the directory
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         config = None
     if not isinstance(config, dict) or not files:
-        raise UserError(f"{source} has no readable config.json with model.safetensors beside it: where there "
-                        "is a pytorch_model.bin, transformers' from_pretrained and save_pretrained write it; "
-                        "an adapter of peft has to be merged before (merge_and_unload).")
+        raise UserError(f"{source} has no readable config.json with model.safetensors: to convert a "
+                        "pytorch_model.bin, load it with transformers' from_pretrained and write it with "
+                        "save_pretrained; merge an adapter of peft first (merge_and_unload).")
     if model_class is GPT2 and config.get("model_type") == MODERN.model_type:
         family = MODERN
     if config.get("model_type") != family.model_type:
         raise UserError(f"{source} holds a model of type {config.get('model_type')!r}; "
                         f"{model_class.__name__} reads {family.model_type!r}.")
     if config.get("quantization_config"):
-        raise UserError(f"the config.json of {source} says that its weights are quantized: give the model "
-                        "that it was quantized from.")
+        raise UserError(f"the config.json of {source} says that its weights are quantized: use the original "
+                        "model.")
     try:
         same = {ours: config[theirs] for ours, theirs in family.fields.items()}
         config = model_class.Config(padded_vocab=pad_vocab(same["vocab_size"]), **same,
@@ -429,20 +433,20 @@ def config_from_hf(model_class: type, source: str):
 
 
 def from_hf(model_class: type, source: str) -> nn.Module:
-    """Loads a model of this class from a Hugging Face directory or a repository on the hub. Raises UserError
-    if it holds another architecture, shapes that differ from its config.json, quantized weights, or a head
-    where the model has none. Says which tensors the model does not use.
+    """Loads a model of this class from a Hugging Face directory or a repository on the hub. Prints which of
+    its tensors the model does not use. Raises UserError if it has another architecture, other shapes than
+    its config.json says, quantized weights, or an untied head for a model with a tied one.
     """
     config, files = config_from_hf(model_class, source)
     model = model_class(config)
     safetensors, tensors = _safetensors(), {}
     for file in files:
         try:
-            # of a file that it may not open, safetensors would say that it is not there
+            # open it first: for a file without permission, safetensors would say that it doesn't exist
             with access(file), open(file, "rb") as content:
                 try:
                     tensors |= safetensors.torch.load_file(file)
-                except OSError:  # the file system cannot map it
+                except OSError:  # the file system cannot map files
                     tensors |= safetensors.torch.load(content.read())
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file} cannot be read as safetensors: {str(error).splitlines()[0]}.")
@@ -450,20 +454,20 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     if family is MODERN:
         join_modern(wanted, config)
     for name, tensor in wanted.items():
-        # files of the original GPT-2 models lack the prefix
+        # the files of OpenAI's GPT-2 models lack the prefix
         there = name if name in tensors else name.removeprefix("transformer.")
         weight = found[name] = tensors.pop(there, None)
         if weight is None or weight.shape != tensor.shape:
             raise UserError(f"{source} has no tensor {name} of shape {tuple(tensor.shape)}.")
-        if not weight.is_floating_point() or weight.itemsize < 2:  # its scales are elsewhere
-            raise UserError(f"{name} of {source} is stored as {weight.dtype}, not in floats of 16 bits or "
-                            "more: give the model that it was quantized from.")
+        if not weight.is_floating_point() or weight.itemsize < 2:  # quantized; the scales are elsewhere
+            raise UserError(f"{name} of {source} is stored as {weight.dtype}, not as floats with 16 bits or "
+                            "more: use the model that it was quantized from.")
     table = found[f"{family.names['embed']}.weight"]
-    for name in ("lm_head.weight", "decoder.weight"):  # a head that is the table
+    for name in ("lm_head.weight", "decoder.weight"):  # a tied head may be stored again
         if name in tensors and not torch.equal(tensors.pop(name).float(), table.float()):
             raise UserError(f"{source} has a head, {name}, that differs from its embeddings although its "
-                            f"config.json says tied, and {model_class.__name__} has one matrix for both: use "
-                            f"it in transformers, or, if they should be tied, delete {name} from the file.")
+                            f"config.json says tied, and {model_class.__name__} has one matrix for both: if "
+                            f"they should be tied, delete {name} from the file, otherwise use transformers.")
     if left_over := sorted(name for name in tensors if not name.endswith(
             (".attn.bias", ".attn.masked_bias", "position_ids", "inv_freq"))):  # constant buffers
         say(f"{source} has {listed(left_over)}, which this model does not use")
