@@ -169,11 +169,11 @@ def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path, monkeypatch):
     shape = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 16}
     for model, sentence in ((GPT2(SiluConfig(**shape, silu=True)), "a model with --silu has no counterpart"),
                             (GPT2(SiluConfig(**shape, modern=True, silu=True)), "a model with --silu has no"),
-                            (Silu(SiluConfig(**shape, silu=True)), "--silu has no|knows no Silu"),
+                            (Silu(SiluConfig(**shape, silu=True)), "--silu has no|cannot run Silu"),
                             (HRM(HRM.Config(**shape, ff=16, halt=True)), "--halt"),
                             (HRM(HRM.Config(**shape, ff=16, inject_input=True)), "--inject-input"),
                             (HRM(HRM.Config(**shape, ff=16, attention="prefix")), "--attention isolated"),
-                            (MLM(MLM.Config(**shape, ff=16)), "knows no MLM, only GPT2 and HRM")):
+                            (MLM(MLM.Config(**shape, ff=16)), "cannot run MLM, only GPT2 and HRM")):
         with pytest.raises(UserError, match=sentence):
             to_gguf(model, tmp_path / "x.gguf", words)
         if "attention" not in sentence and not isinstance(model, MLM):  # those are right in transformers

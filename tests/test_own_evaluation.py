@@ -477,7 +477,7 @@ def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
     load = "reference = load_frozen(model, run, GPT2, args.init_from)"
     trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "meta = "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
-    assert done.code == 2 and "pairs add ids to that, so train it on them first." in done.out, done.out
+    assert done.code == 2 and "pairs add ids to it, so train that model on pairs first." in done.out, done.out
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])

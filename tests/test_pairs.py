@@ -910,7 +910,7 @@ def test_a_comma_is_part_of_a_name_unless_it_follows_a_directory(tmp_path, monke
 
 def test_the_masked_model_learns_of_pairs_what_it_masks(tmp_path, pairs):
     done = Trainer("train_mlm.py", seq_len=128, steps=2).train(0, pairs, tmp_path / "run")
-    assert done.code == 0 and "loss all;" in done.out, done.out
+    assert done.code == 0 and ", loss all\n" in done.out, done.out
 
 
 def test_named_sets_of_plain_text_report_their_losses(tmp_path):
@@ -930,7 +930,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch, capsys):
     attention = {"train_gpt2.py": "isolated", "train_hrm.py": "prefix"}[script]
     trainer, out = Trainer(script, seq_len=128, max_new_tokens=20), tmp_path / "run"
     done = trainer.train(0, pairs, out, steps=30)
-    assert f"attention {attention}; n_layer" in done.out, done.out
+    assert f"attention {attention}, n_layer" in done.out, done.out
     # not the share of right labels: the end of a response is one, and easy
     assert done.code == 0 and "exact match" in done.out and "accuracy" not in done.out, done.out
     record = evaluations_of(out)[-1]
@@ -1015,7 +1015,7 @@ def test_started_weights_keep_their_attention(script, ranks, pairs, tmp_path):
         done = trainer.fork(ranks, pairs, tmp_path / name, init_from=weights, lr=0, size="tiny", **changes)
         assert done.code == 0, done.out
         found = re.search(r"attention (\w+), n_layer", done.out)[1]
-        return found, "WARNING: " in done.out and "attention, and this run has" in done.out, \
+        return found, "WARNING: " in done.out and "attention, and this run uses" in done.out, \
             evaluations_of(tmp_path / name)[-1]["val_loss"]
     before = [evaluations_of(run)[-1]["val_loss"] for run in (prefix, isolated)]
     assert begun("a", isolated) == ("isolated", False, pytest.approx(before[1], abs=1e-5))
@@ -1032,7 +1032,7 @@ def test_weights_with_a_prefix_learn_plain_text(pairs, shards, tmp_path):
     trainer = Trainer("train_gpt2.py", seq_len=128, max_new_tokens=3, steps=1, size="tiny")
     assert trainer.train(0, pairs, tmp_path / "prefix", attention="prefix").code == 0
     done = trainer.train(0, shards, tmp_path / "plain", init_from=tmp_path / "prefix")
-    assert done.code == 0 and "was trained with prefix attention, and this run has" in done.out, done.out
+    assert done.code == 0 and "was trained with prefix attention, and this run uses" in done.out, done.out
 
 
 def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, monkeypatch):

@@ -26,7 +26,9 @@ from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
 
 
 def assert_tokenizer(saved: dict, tokenizer, way_out: str):
-    """Raises UserError if a checkpoint is of another tokenizer, whatever their names."""
+    """Raises UserError if a checkpoint was trained with another tokenizer. Compares content, not names. The
+    error ends with `way_out`.
+    """
     ours = tokenizer_id(tokenizer)
     if ours.split()[-1] != saved["tokenizer"].split()[-1]:
         raise UserError(f"{saved['path']} was trained with the tokenizer {saved['tokenizer']}, not with "
@@ -34,7 +36,9 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
 
 
 def gentler(row: dict) -> dict:
-    """Where a run that continues from trained weights departs from the row of its size."""
+    """The settings that --init-from uses instead of those of the size: a small learning rate and batch, and a
+    few epochs. `row` is the row of the size.
+    """
     batch = min(32, row["global_batch"])
     eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
     return {"lr": 3e-5, "warmup": 0, "epochs": 3, "eval_every": 50, "save_every": 50, "global_batch": batch,
@@ -42,9 +46,9 @@ def gentler(row: dict) -> dict:
 
 
 def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
-    """What is known of the weights of --init-from: `path`, `model_config` (what the model does not know of it
-    is in `left_over`), tokenizer, `settings` of their run, and on rank 0, if `complete`, their tensors in
-    `weights`. Raises UserError on all ranks.
+    """Reads the weights of --init-from. Returns a dict with their `path`, `model_config`, `left_over` (fields
+    of their configuration that model_class does not have), `tokenizer`, the `settings` of their run, and on
+    rank 0, if `complete`, the tensors in `weights`. Raises UserError on all ranks.
     """
     weights = {}
 
@@ -55,10 +59,10 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
             weights.update(from_hf(theirs, source[3:]).state_dict())
         file = tokenizer_in(files[0].parent)
         known = ""
-        with suppress(UserError):  # one that is refused matters only if it is used
+        with suppress(UserError):  # a tokenizer that we cannot read matters only if it is used
             known = tokenizer_id(load_tokenizer(file)) if file else ""
             if known.endswith(GPT2_DIGEST):
-                load_tokenizer("gpt2")  # if that can be had
+                load_tokenizer("gpt2")  # raises if tiktoken cannot get it
                 file = "gpt2"
         return {"path": source, "model_config": asdict(config), "settings": {}, "tokenizer": known,
                 "tokenizer_file": file}
@@ -68,20 +72,20 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
     else:
         checkpoint = load_checkpoint(source, print, checked=complete, or_best=True)
         weights = checkpoint["tensors"]["model"] | checkpoint["tensors"]["ema"]
-        if model_class in HF_FAMILIES:  # a model of one's own may start from any other
+        if model_class in HF_FAMILIES:  # any other class, such as a user's, may start from any model
             assert_family(checkpoint, model_class)
             config_of(model_class.Config, checkpoint["model_config"], checkpoint["path"])
     ours = {field.name for field in fields(model_class.Config)}
     config = {name: value for name, value in checkpoint["model_config"].items() if name in ours}
-    # a new run may have longer rows than that one, and always has its tokenizer
+    # the defaults of a new run: it may override the row length; its tokenizer is the one of the weights
     return checkpoint | {"weights": weights, "model_config": config, "seq_len": config["seq_len"],
                          "tokenizer_flag": checkpoint["tokenizer_file"],
                          "left_over": sorted(checkpoint["model_config"].keys() - ours)}
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
-    """The size that the record of weights names, or the first of those that differ from it in the fewest
-    fields.
+    """The size that a record of weights_of names, or else the one whose row differs from its configuration in
+    the fewest fields.
     """
     config = record["model_config"]
     size = record["settings"].get("size")
@@ -91,7 +95,7 @@ def nearest_size(sizes: dict[str, dict], record: dict) -> str:
 
 
 def assert_context(model_class: type, weights: dict, seq_len: int):
-    """Raises UserError if weights cannot read rows of seq_len tokens."""
+    """Raises UserError if a model with these weights cannot read rows of seq_len tokens."""
     with torch.device("meta"):
         model = model_class(model_class.Config(**weights["model_config"]))
     known = model.config.seq_len
@@ -100,48 +104,49 @@ def assert_context(model_class: type, weights: dict, seq_len: int):
 
 
 def assert_ids(checkpoint: dict, run: Run, vocab_size: int):
-    """Raises UserError if an id that the weights know is that of another token in the data. Warns if nobody
-    knows what the ids of the weights mean.
+    """Raises UserError if an id means another token in the data than it does for the weights. Warns if the
+    tokenizer of the weights is unknown.
     """
     source, most = checkpoint["path"], checkpoint["model_config"]["vocab_size"]
     tokenizer = run.dataset.tokenizer
     if not (checkpoint["tokenizer"] and checkpoint["tokenizer_file"]):
-        run.say(f"WARNING: {source} knows {most} ids, {tokenizer.name} {vocab_size}: its weights are of use "
-                "only if these ids mean the same, which is not known here: use the tokenizer of that model")
+        run.say(f"WARNING: {source} has no tokenizer to compare ({most} ids, {tokenizer.name} {vocab_size}); "
+                "its weights are useful only if the ids mean the same, so use the tokenizer of that model")
     elif not on_rank0(has_same_ids, checkpoint, tokenizer):
-        raise UserError(f"{source} was trained with the tokenizer {checkpoint['tokenizer']}, the data have "
-                        f"{tokenizer_id(tokenizer)}: prepare them with its tokenizer.json.")
+        raise UserError(f"{source} was trained with the tokenizer {checkpoint['tokenizer']}, the data has "
+                        f"{tokenizer_id(tokenizer)}: prepare the data with that model's tokenizer.json.")
 
 
 def has_same_ids(checkpoint: dict, tokenizer) -> bool:
-    """Whether each id that the weights know is that of the same token in the data."""
+    """Whether each id that the weights know stands for the same token in the data."""
     known_by = load_tokenizer(checkpoint["tokenizer_file"])
-    assert_tokenizer(checkpoint, known_by, "it lies beside another tokenizer.json, so put its own there")
+    assert_tokenizer(checkpoint, known_by, "replace the tokenizer.json next to it with its own")
     most, theirs = checkpoint["model_config"]["vocab_size"], known_by.vocab
     return all(theirs.get(token) == i for token, i in tokenizer.vocab.items() if i < most)
 
 
 def attention_from(checkpoint: dict, run: Run, usual: str | None) -> dict:
-    """The attention to train with, as a field of the configuration, if the weights have one: what is given,
-    else that of the weights, if they say it and it suits the data (only prompts have a prefix), else the
-    `usual` one. Warns if the weights had another.
+    """The attention to train with, as {"attention": …}, or {} if the model has no such field: --attention if
+    it is given, else the attention of the weights if it is known and suits the data, else the `usual` one.
+    Warns if the weights were trained with another.
     """
     theirs = checkpoint["model_config"].get("attention")
     if not theirs:
         return {}
-    says = theirs == "prefix" or not run.args.init_from.startswith("hf:")  # an export cannot say more
-    fits = theirs != "prefix" or run.dataset.loss == "response"
+    says = theirs == "prefix" or not run.args.init_from.startswith("hf:")  # hf: records only prefix
+    fits = theirs != "prefix" or run.dataset.loss == "response"  # only prompts have a prefix
     ours = theirs if says and fits and not vars(run.args).get("attention") else usual
     if theirs != ours and "prefix" in (theirs, ours):
         run.say(f"WARNING: {checkpoint['path']} was trained with {theirs if says else 'causal or isolated'} "
-                f"attention, and this run has --attention {ours}")
+                f"attention, and this run uses --attention {ours}")
     return {"attention": ours}
 
 
 def enlarged(checkpoint: dict, run: Run, config: dict) -> tuple[dict, dict]:
-    """The fields of the configuration and the tensors, with room for the rows of the run and, as in the
-    `config` of a new model, for the ids of the data. The embeddings of new ids start as the mean of the
-    existing ones. Raises UserError if there are new ones without pairs, which add some to any tokenizer.
+    """Makes room for the run's row length and for the data's ids, which `config`, that of a new model, has.
+    Returns the changed fields of the configuration and all tensors. The embeddings of new ids start as the
+    mean of the existing ones. Raises UserError if there are new ids, unless the data has pairs, which add
+    some to any tokenizer.
     """
     known, weights = checkpoint["model_config"], checkpoint["weights"]
     most, vocab_size = known["vocab_size"], config["vocab_size"]
@@ -150,7 +155,7 @@ def enlarged(checkpoint: dict, run: Run, config: dict) -> tuple[dict, dict]:
         return context, weights
     ids = f"{checkpoint['path']} knows {most} of {vocab_size} ids"
     if config.get("response", -1) < 0:
-        raise UserError(f"{ids}: prepare the data with the tokenizer of that model.")
+        raise UserError(f"{ids}: prepare the data with that model's tokenizer.")
     run.say(f"{ids}: embeddings of new ids start as the mean of the existing ones")
     rows = max(config["padded_vocab"], known["padded_vocab"])
     longer = {}
@@ -161,16 +166,18 @@ def enlarged(checkpoint: dict, run: Run, config: dict) -> tuple[dict, dict]:
 
 
 def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str, seed: int) -> dict:
-    """What the weights lack, as in a new model. Raises UserError if what they have does not fit into it."""
+    """Initial values for the tensors that the weights lack. Raises UserError if a tensor of the weights has
+    another shape than the model's, or is not finite.
+    """
     tensors = model.state_dict()
     for name in tensors.keys() & weights.keys():
         if weights[name].shape != tensors[name].shape:
             raise UserError(f"{name} has the shape {[*weights[name].shape]} in {source}, but "
-                            f"{[*tensors[name].shape]} in {model_class.__name__}: give it another name "
-                            "there.")
+                            f"{[*tensors[name].shape]} in {model_class.__name__}: give it another name in "
+                            f"{model_class.__name__}.")
         if not weights[name].isfinite().all():
-            raise UserError(f"{name} of {source} is not finite, so nothing can be learned from it: take "
-                            "an earlier checkpoint, or other weights.")
+            raise UserError(f"{name} of {source} is not finite, so training cannot start from it: use an "
+                            "earlier checkpoint, or other weights.")
     lacking = tensors.keys() - weights.keys()
     torch.manual_seed(seed)
     fresh = model_class(model.config).state_dict() if lacking else {}
@@ -178,10 +185,11 @@ def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str,
 
 
 def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
-    """The model of --init-from: its configuration with `changes`, and `config` for fields that it lacks. What
-    the weights lack begins anew. The context is extended to --seq-len, if the positional encoding allows
-    that, and for pairs the vocabulary; the embeddings of new ids start as the mean of the existing ones.
-    Raises UserError if the weights have a tokenizer other than that of the data, or other shapes.
+    """The model of --init-from, in the shards of the run. Its configuration is that of the weights with
+    `changes`; fields that it lacks come from `config`. Tensors that the weights lack are initialised as in a
+    new model. The context is extended to --seq-len if the positional encoding allows that. Pairs may extend
+    the vocabulary: the embeddings of new ids start as the mean of the existing ones. Raises UserError if the
+    data has another tokenizer, or the model other shapes.
     """
     model_class, args, world, say = run.model_class, run.args, run.world, run.say
     checkpoint = weights_of(model_class, args.init_from)
@@ -193,7 +201,7 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     whole = model_class.Config(**config | known | changes | larger)
     model = build_model(model_class, whole, world, args.strategy, args.comm)
 
-    # the weights are on rank 0
+    # only rank 0 has the weights
     new = run_and_wait(
         lambda: new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {})
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
@@ -207,18 +215,20 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
 
 
 def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> nn.Module:
-    """A model beside `model`, the one in training, such as a teacher or a reference, from hf:DIR_OR_ID, a
-    checkpoint or a run directory: with averaged weights if there are any, frozen, in the modes and shards of
-    the run. The weights of --init-from get the attention of the model in training; others keep theirs, and a
-    warning says if that is another. Its `loaded_from`, {path: step}, belongs into metadata(…,
-    frozen=teacher.loaded_from): then config.json names it, and a resume says if it has changed. Every rank
-    calls this. Raises UserError on all ranks.
+    """Loads a frozen model, such as a teacher or a reference, to use next to `model`, the one in training.
+    `source` is hf:DIR_OR_ID, a checkpoint or a run directory; averaged weights are used if there are any. The
+    frozen model computes in the run's precision and is sharded like the trained one.
+
+    If `source` is also the --init-from of the run, the frozen model gets the attention of the model in
+    training. Otherwise it keeps its own, with a warning if that is another. Pass its `loaded_from`, {path:
+    step}, to metadata(…, frozen=teacher.loaded_from): config.json then records it, and a resume says if it
+    has changed. Every rank must call this. Raises UserError on all ranks.
     """
     checkpoint = weights_of(model_class, source)
     known = checkpoint["model_config"]
     trained = model.config
     more = known["vocab_size"] < trained.vocab_size and run.dataset.marker_ids["response"] >= 0
-    way_out = "pairs add ids to that, so train it on them first" if more else (
+    way_out = "pairs add ids to it, so train that model on pairs first" if more else (
         "prepare the data with its tokenizer.json")
     if checkpoint["tokenizer"]:
         assert_tokenizer(checkpoint, run.dataset.tokenizer, way_out)
@@ -234,8 +244,8 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     odd = checkpoint["left_over"] + on_rank0(
         lambda: sorted(frozen.state_dict().keys() ^ checkpoint["weights"].keys()))
     if odd:
-        raise UserError(f"{checkpoint['path']} is of another model than {model_class.__name__} (only one of "
-                        f"them has {odd[0]}): load it with its own class.")
+        raise UserError(f"{checkpoint['path']} is not a {model_class.__name__} (only one of them has "
+                        f"{odd[0]}): load it with its own class.")
     copy_weights(frozen, checkpoint["weights"], run.world)
     apply_modes(frozen, run.args, run.world)
     frozen.loaded_from = {source: checkpoint.get("step")}
@@ -243,6 +253,6 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
 
 
 def reading_of(config: ModelConfig) -> dict:
-    """The fields of a configuration that say which tokens see which."""
+    """The fields of a configuration that decide which tokens see which."""
     return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
             if name in vars(config)}

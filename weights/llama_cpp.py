@@ -1,4 +1,4 @@
-"""GGUF, the file of llama.cpp and of what stands on it."""
+"""Writes GGUF, the file format of llama.cpp and of programs that use it."""
 
 import contextlib
 import json
@@ -17,17 +17,18 @@ from prepare.tokenizer import PATTERNS
 from prepare.vocabulary import EOT
 from weights.huggingface import ends_of, query_and_gate, refuse_export
 
-# ours → theirs: the last part of a parameter's name; a matrix with several names is divided
+# ours → theirs: the last part of a parameter's name; a matrix with several names is split into these
 GGUF_NAMES = {
     "embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output",
     "z_l_init": "hrm.z_l_init", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "qkv": "attn_qkv",
     "attn_out": "attn_output", "up": "ffn_up", "down": "ffn_down",
     "gqkv": "attn_gate attn_q attn_k attn_v", "gate_up": "ffn_gate ffn_up"}
-GGUF_STATE, GGUF_CONV = 16, 4  # of the recurrent layers that llama.cpp wants between those of a modern GPT-2
+GGUF_STATE, GGUF_CONV = 16, 4  # sizes of the recurrent layers that _gguf_identity writes
 GGUF_PARAMETER = re.compile(r"(?:(\w+)\.blocks\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 
 
 def _gguf_shape(writer, c, architecture: str):
+    """Writes the fields that describe the shape of a model with the configuration c."""
     writer.add_context_length(c.seq_len)
     writer.add_embedding_length(c.d_model)
     writer.add_head_count(c.n_head)
@@ -45,7 +46,7 @@ def _gguf_shape(writer, c, architecture: str):
         writer.add_head_count_kv(c.n_head)
         writer.add_key_length(c.head_dim)
         writer.add_value_length(c.head_dim)
-        # for images, whose three positions take turns; in a text all are the same
+        # channels for each of an image's three positions (time, row, column); in a text these are equal
         pairs = c.head_dim // 2
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
         writer.add_uint32("qwen35.full_attention_interval", 2)
@@ -55,7 +56,7 @@ def _gguf_shape(writer, c, architecture: str):
         writer.add_ssm_group_count(1)
         writer.add_ssm_time_step_rank(1)
         return
-    # one slot of the cache for each call
+    # llama.cpp sizes its cache by this, and needs a slot for each attention call
     writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
     writer.add_embedding_scale(c.embed_scale)
     writer.add_uint32("hrm_text.hrm.layers_per_stack", c.n_layer)  # gguf 0.19 has no names for these
@@ -65,39 +66,39 @@ def _gguf_shape(writer, c, architecture: str):
 
 
 def _gguf_cut(tokenizer) -> str | None:
-    """The name that llama.cpp has for the pattern by which the tokenizer cuts words, if it has one."""
-    # without merges any name will do
+    """llama.cpp's name for the pattern that the tokenizer cuts words with; None if it has no such pattern."""
+    # a tokenizer without merges works with any name
     names = {None: "gpt-2", PATTERNS["gpt2"]: "gpt-2", PATTERNS["cl100k_base"]: "dbrx"}
     return names.get(vars(tokenizer).get("pattern", ""))
 
 
 def _gguf_tokenizer(writer, tokenizer, c, TokenType):
-    """Tokens in the order of their ids; those that the table has beyond them are unused."""
+    """Writes the tokens in the order of their ids. Rows of the table without a token are marked as unused."""
     model = json.loads(tokenizer.to_json())["model"]
     tokens = [f"[PAD{i}]" for i in range(c.vocab_size)]
     types = [TokenType.UNUSED] * c.vocab_size
     for kind, named in ((TokenType.NORMAL, model["vocab"]), (TokenType.CONTROL, tokenizer.specials)):
         for token, i in named.items():
-            if i < c.vocab_size:  # [MASK] can lie beyond
+            if i < c.vocab_size:  # [MASK] can be beyond the table
                 tokens[i], types[i] = token, kind
     first, last, template = ends_of(c, tokenizer)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_gguf_cut(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # llama.cpp wants a merge; this one never applies
+    # llama.cpp requires at least one merge; this one never applies
     writer.add_token_merges([" ".join(parts) for parts in model["merges"]] or [f"{EOT} {EOT}"])
     writer.add_bos_token_id(first)
     writer.add_eos_token_id(last)
     writer.add_add_bos_token(True)
     if template:
-        # marks of what TRL learns, which plain Jinja doesn't know
+        # remove the marks of what to learn, which are TRL's and not plain Jinja
         writer.add_chat_template(re.sub("{% (end)?generation %}", "", template))
 
 
 def _gguf_identity(writer, c, block: str, Types):
-    """A recurrent layer of Qwen3.5 that adds nothing. llama.cpp wants some, each with an MLP as wide as the
-    others; these are zero, so they take few bits.
+    """Writes a recurrent layer of Qwen3.5 that adds nothing to the residual stream. llama.cpp requires some
+    of these, each with an MLP as wide as the others. Their weights are zero, so they are stored in few bits.
     """
     state, width = GGUF_STATE, c.d_model
     for name, shape in {"attn_qkv.weight": (3 * state, width), "attn_gate.weight": (state, width),
@@ -113,20 +114,20 @@ def _gguf_identity(writer, c, block: str, Types):
 
 
 def to_gguf(model, path: Path, tokenizer):
-    """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and what stands on it (Ollama, LM
-    Studio). Needs the package gguf. Raises UserError for what llama.cpp cannot run.
+    """Writes a GPT-2 or an HRM and its tokenizer as GGUF, for llama.cpp and programs that use it (Ollama, LM
+    Studio). Needs the package gguf. Raises UserError if llama.cpp cannot run the model.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     if type(model) not in (GPT2, HRM):
-        raise UserError(f"llama.cpp knows no {type(model).__name__}, only GPT2 and HRM.")
+        raise UserError(f"llama.cpp cannot run {type(model).__name__}, only GPT2 and HRM.")
     refuse_export(model)
     if not _gguf_cut(tokenizer):
-        raise UserError(f"llama.cpp may cut words otherwise than {tokenizer.name}: use gpt2, cl100k_base, "
-                        "bytes or bpe:N.")
+        raise UserError(f"llama.cpp may cut words differently than {tokenizer.name}: train with gpt2, "
+                        "cl100k_base, bytes or bpe:N.")
     c = model.config
     if c.attention == "prefix":  # its hrm_text keeps the field, but attends causally (xllamacpp 2026.10)
-        raise UserError("llama.cpp has no attention from a prompt to all of itself, so a model trained with "
-                        "it would answer otherwise there: train with --attention isolated.")
+        raise UserError("llama.cpp has no prefix attention, so this model would give other answers there: "
+                        "train one with --attention isolated.")
     modern = vars(c).get("modern", False)
     architecture = "hrm_text" if isinstance(model, HRM) else "qwen35" if modern else "gpt2"
     writer = GGUFWriter(path, architecture)
@@ -148,7 +149,7 @@ def to_gguf(model, path: Path, tokenizer):
         for name, piece in pieces.items():
             writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
     if modern:
-        ones = {"output_norm": c.d_model}  # the norms, which have no parameters here
+        ones = {"output_norm": c.d_model}  # our norms have no parameters, so theirs are 1
         for i in range(c.n_layer):
             _gguf_identity(writer, c, f"blk.{2 * i}.", GGMLQuantizationType)
             ones |= {f"blk.{at}.{norm}": c.d_model for at in (2 * i, 2 * i + 1)
@@ -187,8 +188,9 @@ for end in range(max(1, len(row) - 7), len(row) + 1):
 
 
 def logits_of_gguf(path: Path, row: Tensor) -> Tensor:
-    """The log-probabilities (8, V) of what follows the last ids of a row (1, T) in llama.cpp, which can end
-    its process. ImportError if that lacks the model.
+    """llama.cpp's log-probabilities (8, V) for the token after each of the last 8 ids of a row (1, T). Runs
+    in a process of its own, which llama.cpp may crash. Raises ImportError if llama.cpp lacks the model, and
+    RuntimeError if it fails.
     """
     command = [sys.executable, "-P", "-c", ASK, path, json.dumps(row[0].tolist())]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
