@@ -141,7 +141,7 @@ def test_a_card_that_was_edited_stays(tmp_path, capsys):
         write_card(path, saved_run(tmp_path))
         assert path.read_bytes() == content, mine
         out = capsys.readouterr().out
-        assert out.count("\n") == 1 and f"{path} stays as it is" in out, out
+        assert out.count("\n") == 1 and f"{path} was edited, so it is kept" in out, out
     path.unlink()  # as the sentence says
     write_card(path, saved_run(tmp_path))
     assert path.read_text() == first
@@ -188,5 +188,5 @@ def test_two_processes_write_one_card(name, shards, tmp_path):
     assert "tokens in 4 steps" in path.read_text()
     path.write_text("mine")
     done = fork(2, trainer.script, "--out", out, "--export")
-    assert done.code == 0 and done.out.count("README.md stays as it is") == 1, done.out
+    assert done.code == 0 and done.out.count("README.md was edited") == 1, done.out
     assert path.read_text() == "mine"

@@ -1051,7 +1051,7 @@ def test_an_answer_goes_on_to_the_end_of_the_context_and_a_cut_is_said(capsys, m
     assert not capsys.readouterr().err
     "".join(sampling.samples_of(plain, tokenizer, "cpu", "why " * 30, flags, stop=True)[0])
     said = capsys.readouterr().err
-    assert f"note: the prompt has 121 tokens, of which the model reads the last {T}" in said
+    assert f"note: the prompt has 121 tokens, and the model reads only the last {T}" in said
 
 
 def test_fields_that_are_not_read_are_named(tmp_path, capsys):

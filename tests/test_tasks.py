@@ -124,7 +124,7 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch,
     assert "bits per byte" not in done.out and "cycles" not in done.out
     for prompt, noted in (("123456789+876543211", True), ("400123456789+400876543211", False)):
         used = Trainer("train_gpt2.py").here("--out", "run", "--prompt", prompt, "--max-new-tokens", "1")
-        assert used.code == 0 and ("of twelve digits alone" in capsys.readouterr().err) == noted, used.out
+        assert used.code == 0 and ("two twelve-digit numbers" in capsys.readouterr().err) == noted, used.out
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()
     other = pipeline.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
     assert data.read_manifest(other)["row"] == 300

@@ -1,4 +1,4 @@
-"""Text that a model writes, and masks that it fills."""
+"""Generates text, and fills masks."""
 
 import contextlib
 import itertools
@@ -19,16 +19,16 @@ from prepare.tokenizer import prompt_ids
 
 
 class KVCache:
-    """Keys and values of up to `seq_len` tokens: one slot (2, B, H, T, D) per attention call of a forward
-    pass. The calls come in a fixed order, so a slot's index is the number of calls before it. `length` counts
-    the tokens so far. A recurrent layer keeps its state in memory[slot] instead and adds 1 to `slot`; it has
-    no state while `length` is 0.
+    """Keys and values of up to `seq_len` tokens, with a slot (2, B, H, T, D) for each attention call of a
+    forward pass. The calls come in a fixed order, so the index of a slot is the number of calls before it.
+    `length` is the number of tokens so far. A recurrent layer keeps its state in memory[slot] instead and
+    adds 1 to `slot`; while `length` is 0 it has no state.
     """
 
     def __init__(self, seq_len: int):
         self.memory: list[Tensor] = []
         self.seq_len, self.length, self.slot = seq_len, 0, 0
-        self.of_attention = 0  # slots
+        self.of_attention = 0  # number of slots that hold keys and values
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v (B, H, T, D) of new tokens in the next slot; returns the k, v of all tokens so far."""
@@ -43,12 +43,12 @@ class KVCache:
         return stored[..., :end, :].unbind()
 
     def rewind(self, n: int):
-        """Forgets all but the first n tokens. The state of a recurrent layer is that after its last token."""
+        """Forgets all but the first n tokens. A recurrent state cannot be rewound except to 0."""
         assert n == 0 or self.of_attention == len(self.memory), "a recurrent state cannot be rewound"
         self.length = n
 
 
-CLOSE = 2e-3  # in float32 right models differ by up to 2e-6, one whose window is a little too wide by 6e-3
+CLOSE = 2e-3  # in float32, correct models differ by up to 2e-6; one with a slightly too wide window by 6e-3
 
 
 def has_usual_loss(model: CausalLM) -> bool:
@@ -57,19 +57,23 @@ def has_usual_loss(model: CausalLM) -> bool:
 
 @torch.no_grad()
 def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
-    """Says why a model would write otherwise than it learns, or "", also of a model that cannot be asked. It
-    reads a row in two passes with a cache (all but the last token, then that): the logits must be those of
-    the whole row. Its loss must be that of these logits, unless the class has a loss of its own. All is
-    computed in float32, which tells an error from rounding. Less than the model itself makes of a millionth
-    is no error: it may draw random numbers, or be so deep that rounding grows. Buffers and torch's generator
-    stay as they are. With `everywhere` all ranks call this and find the same.
+    """Checks that generation computes what training does. Returns the reason if it doesn't, otherwise "".
+
+    The model reads a row in two passes with a cache: all but the last token, then that token. The logits must
+    equal those of one pass over the whole row. The loss must equal the cross-entropy of these logits, unless
+    the class defines its own loss. Both are computed in float32, to tell errors from rounding. Differences
+    count only beyond what a change of the embeddings by a millionth causes, because a model may draw random
+    numbers or be so deep that rounding grows. A model that cannot be checked gets a warning and "".
+
+    Buffers and torch's generator stay as they are. With `everywhere`, all ranks must call this, and all get
+    the same answer.
     """
     def nudged(embed, idx, x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * torch.randn_like(x))
 
     c = model.config
     cache = KVCache(c.seq_len)
-    T = min(c.seq_len, 1024)  # of longer rows the logits would take gigabytes
+    T = min(c.seq_len, 1024)  # the logits of longer rows would take gigabytes
     ids = {*range(c.vocab_size)} - {c.start, c.response, c.end}
     row = torch.tensor([random.Random(0).choices([*ids], k=T)], device=device)
     if c.response >= 0:
@@ -84,14 +88,14 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             stack.enter_context(copied_buffers(model))
             stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # such as fixed_depth of the HRM, which else asks the other ranks
+            # such as the HRM's fixed_depth, without which it would ask the other ranks
             options = {k: v for k, v in model.dummy_inputs(1, device).items() if not isinstance(v, Tensor)}
             whole = model(row, **options)[0].float()
             with model.embed.register_forward_hook(nudged):
                 again = model(row, **options)[0]
             passes = torch.cat([model.decode(part, cache) for part in row.split(T - 1 or 1, dim=1)])
             loss = model(row, targets, **options)[1]["loss"] / T
-    except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward wants more than ids
+    except (AttributeError, TypeError) as error:  # it has no `embed`, or its forward needs more than ids
         say(f"WARNING: {type(model).__name__.removeprefix('FSDP')} is not checked before it writes "
             f"({first_line(error)})", file=sys.stderr)
         return ""
@@ -103,22 +107,23 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     error, of_loss = errors.tolist()
     if error > CLOSE:
-        why = (f"after a text of {T} tokens that is read in two passes with a cache, the logits differ by "
-               f"{error:.1%} from those of one pass: a mask, a position or a layer ignores that cache.length "
-               "tokens came before, or a token sees later ones")
+        why = (f"reading {T} tokens in two passes with a cache, the logits differ by {error:.1%} from those "
+               "of one pass: a mask, a position or a layer ignores that cache.length tokens came before, or "
+               "a token sees later ones")
     elif of_loss > CLOSE:
-        why = (f"the loss differs by {of_loss:.1%} from that of the logits: change these by overriding "
-               "`logits` in a class of your own, which the loss follows")
+        why = (f"the loss differs by {of_loss:.1%} from the cross-entropy of the logits: to change the "
+               "logits, override `logits` in a class of your own, which the loss calls")
     else:
         return ""
-    # FSDP, of shards
+    # FSDP puts its name in front of the class's
     return f"{type(model).__name__.removeprefix('FSDP')} would write otherwise than it learns: {why}."
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float = 1.0) -> Tensor:
-    """Logits (B, V) divided by a temperature above 0, and minus infinity for ids that are not sampled: those
-    after the `top_k` likeliest (None or 0: none), then the least likely ones whose probabilities add up to at
-    most 1 - top_p. The likeliest stays. (Nucleus sampling, arXiv 1904.09751.)
+    """Divides logits (B, V) by a temperature above 0, and sets those that must not be sampled to minus
+    infinity. First, only the `top_k` likeliest ids are kept (None or 0: all). Then the least likely ids are
+    removed as long as their probabilities add up to at most 1 - top_p; the likeliest always stays (nucleus
+    sampling, arXiv 1904.09751).
     """
     logits = logits / temperature
     if top_k:
@@ -126,7 +131,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float
         logits = logits.masked_fill(logits < kept, -torch.inf)
     if top_p < 1:
         rising, ids = logits.sort(dim=-1)
-        # only of integers, in 2^-40, a GPU gets the same sums each time
+        # sums of integers (multiples of 2^-40), because a GPU's sums of floats differ from call to call
         sums = (rising.softmax(dim=-1).double() * 2**40).long().cumsum(dim=-1)
         left_out = sums <= (1 - top_p) * 2**40
         left_out[:, -1] = False
@@ -136,15 +141,13 @@ def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float
 
 def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator, top_p: float = 1.0,
                num_samples: int = 1) -> Tensor:
-    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from those that are left by
-    `filtered`.
-    """
+    """Ids (B,) sampled from logits (B, V): greedy at temperature 0, otherwise from what `filtered` leaves."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = filtered(logits, temperature, top_k, top_p).softmax(dim=-1)
     if num_samples == 1:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-    # what multinomial does, too, but it draws one number after another, which takes longer than a small model
+    # multinomial does the same, but draws the numbers one by one, which takes longer than a small model
     drawn = torch.rand(probabilities.shape, device=probabilities.device, generator=generator)
     return (probabilities / -drawn.log()).argmax(dim=-1)
 
@@ -152,10 +155,10 @@ def sample_ids(logits: Tensor, temperature: float, top_k: int | None, generator,
 @torch.no_grad()
 def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
              seed: int = 0, stop: int | None = None, top_p: float = 1.0, num_samples: int = 1):
-    """Yields the next ids, int64 (B * num_samples,), `max_new_tokens` times or, for a single sequence,
-    through the first `stop`. The prompts idx (B, T) have up to seq_len tokens; each is continued
-    `num_samples` times. When the context is full, its second half becomes the new prompt; if the model
-    answers prompts, generation ends instead. Padding ids are never sampled.
+    """Yields the next ids, int64 (B * num_samples,), for `max_new_tokens` tokens. A single sequence ends
+    earlier, after the id `stop`. The prompts idx (B, T) may have up to seq_len tokens; each is continued
+    `num_samples` times. When the context is full, its second half becomes the new prompt, but a model that
+    answers prompts stops there. Padding ids are never sampled.
     """
     training, c = model.training, model.config
     model.eval()
@@ -169,7 +172,7 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
                     break
                 cache.rewind(0)
                 new = idx[:, -max(c.seq_len // 2, 1):]
-            with torch.compiler.set_stance("force_eager"):  # compiled blocks would recompile for every length
+            with torch.compiler.set_stance("force_eager"):  # otherwise blocks would recompile for each length
                 logits = model.decode(new, cache)
             new = sample_ids(logits, temperature, top_k, generator, top_p, num_samples)[:, None]
             idx = torch.cat((idx, new), dim=1)
@@ -181,14 +184,15 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
 
 
 def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = False, num_samples: int = 1):
-    """Texts that continue a prompt, which may be empty, or answer it if the model was trained on pairs; each
-    is an iterator of its pieces. With `stop`, a text ends with the document, and stderr says where it is cut.
-    `sampling` has these flags of a trainer: max_new_tokens (None: 200, or with `stop` an answer's to the end
-    of the context), temperature, top_k, seed and condition, and can have top_p. Raises UserError immediately.
+    """Returns `num_samples` texts, each as an iterator of its pieces, that continue a prompt, which may be
+    empty, or answer it if the model was trained on pairs. With `stop`, a text ends where the document ends,
+    and a note on stderr says if an answer is cut. `sampling` has these flags of a trainer: temperature,
+    top_k, seed, condition, max_new_tokens and optionally top_p. Without max_new_tokens, texts have up to 200
+    tokens; answers with `stop` may fill the context. Raises UserError before it generates anything.
     """
     c = model.config
     if num_samples > 1 and sampling.temperature == 0:
-        raise UserError("--num-samples writes one text again and again with --temperature 0: give another.")
+        raise UserError("--num-samples with --temperature 0 always writes the same text: raise the latter.")
     answers = c.response >= 0
     most = sampling.max_new_tokens or (c.seq_len if stop and answers else 200)
     if answers:
@@ -202,7 +206,7 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
         end = tokenizer.eot if stop or isolated else None  # otherwise the text continues past eot
         ids = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
         if len(ids) > c.seq_len:
-            print(f"note: the prompt has {len(ids)} tokens, of which the model reads the last {c.seq_len}",
+            print(f"note: the prompt has {len(ids)} tokens, and the model reads only the last {c.seq_len}",
                   file=sys.stderr)
             ids = ids[-c.seq_len:]
     steps = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
@@ -217,24 +221,26 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
                 return
             yield i
         if stop and answers:
-            print("\nnote: the answer is cut: --max-new-tokens and the context of the model are its limits",
+            print("\nnote: the answer is cut at --max-new-tokens or the end of the model's context",
                   file=sys.stderr)
 
-    # the model writes all texts at once, as far as the longest of them is read
+    # the model generates all texts together, as far as the caller reads the longest
     return [stream_text(tokenizer, through_the_end(part, row), [] if answers else tokenizer.encode(prompt))
             for row, part in enumerate(itertools.tee(steps, num_samples))]
 
 
 @torch.no_grad()
 def fill_masks(model: MLM, tokenizer, text: str):
-    """Yields a line for each [MASK] in a text: its five most likely tokens with their probabilities."""
+    """Yields a line for each [MASK] in a text: the five likeliest tokens with their probabilities. Raises
+    UserError if the text has no [MASK] or is too long.
+    """
     if "[MASK]" not in text:
         raise UserError('--fill needs a text with [MASK] in it, such as "The [MASK] sat on the mat".')
     ids = [tokenizer.eot, *tokenizer.encode_masked(text)]
     if len(ids) > model.config.seq_len:
         raise UserError(f"the text has {len(ids)} tokens, more than the {model.config.seq_len} of the model.")
     x = torch.tensor([ids], device=model.embed.weight.device)
-    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V); [MASK] is no answer
+    logits = model(x)[0].float()[:, :tokenizer.vocab_size]  # (T, V) without [MASK]
     for position in (x[0] == tokenizer.mask).nonzero()[:, 0].tolist():
         probabilities, best = logits[position].softmax(dim=-1).topk(5)
         yield "  ".join(f"{tokenizer.decode([i])!r} {p:.1%}"
@@ -242,8 +248,9 @@ def fill_masks(model: MLM, tokenizer, text: str):
 
 
 def stream_text(tokenizer, ids, context=()):
-    """Yields the text of a stream of ids, in whole characters: a token can end inside a UTF-8 character. With
-    some tokenizers the text of an id depends on the ids before it: `context`, also of whole characters.
+    """Yields the text of a stream of ids in whole characters, because a token can end inside one. `context`
+    are the ids before, which the text of an id depends on in some tokenizers; they too must end with a whole
+    character.
     """
     context = [*context]
     pending = []
@@ -257,8 +264,8 @@ def stream_text(tokenizer, ids, context=()):
 
 
 def first_pair(dataset) -> tuple[str, str]:
-    """Prompt (with its condition) and response of the first held-out sample. Both are "" if there is
-    none, or if the text of the prompt encodes to other tokens.
+    """The prompt (with its condition) and the response of the first held-out sample. Both are "" if there is
+    none, or if encoding the prompt's text gives other tokens.
     """
     marker_ids = dataset.marker_ids
     row = []
@@ -274,8 +281,8 @@ def first_pair(dataset) -> tuple[str, str]:
 
 
 def sample_prompt(args, dataset) -> tuple[str, str]:
-    """The prompt of samples and its expected response. With pairs, the default is a held-out pair. Otherwise
-    the response is empty. Raises UserError if the prompt of a pair fills a row.
+    """The prompt for a run's samples, and the expected response. On pairs, the default is a held-out pair. In
+    all other cases the response is "". Raises UserError if a prompt on pairs fills a row.
     """
     prompt, expected = args.sample_prompt, ""
     if dataset.marker_ids["response"] >= 0:
@@ -283,20 +290,20 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
             prompt, expected = first_pair(dataset)
         tokens = len(prompt_ids(dataset.tokenizer, prompt, args.condition))
         if tokens >= args.seq_len:
-            raise UserError(f"--sample-prompt has {tokens} tokens, a row {args.seq_len}: shorten it.")
+            raise UserError(f"--sample-prompt has {tokens} tokens, but a row has {args.seq_len}: shorten it.")
     return prompt, expected
 
 
 def write_sample(model, run, step: int, run_and_wait):
-    """Logs the sample of a run after `step` steps. Rank 0 writes it alone, for as long as that takes, unless
-    each rank holds a shard. All ranks call this; `run_and_wait` is that of ddp_utils.
+    """Logs a sample of the model after `step` steps. Rank 0 generates it alone while the others wait, unless
+    parameters are sharded. All ranks must call this. `run_and_wait` is the function of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
     sharded = args.strategy.startswith(("zero2", "zero3"))
 
     def write() -> str:
-        if not hasattr(run, "contradiction"):  # once in a start, on the same ranks each time
+        if not hasattr(run, "contradiction"):  # check once per start; the same ranks come here each time
             run.contradiction = contradiction(model, world.device, everywhere=sharded)
         why_not = run.contradiction
         return f"(none: {why_not})" if why_not else "".join(

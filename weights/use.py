@@ -1,6 +1,4 @@
-"""Uses a run: --prompt, --chat, --fill, --export and --eval-only, and load_run for a script of
-one's own.
-"""
+"""Uses a trained run: --prompt, --chat, --fill, --export, --eval-only, and load_run for your own scripts."""
 
 import functools
 import json
@@ -46,20 +44,22 @@ from weights.llama_cpp import logits_of_gguf, to_gguf
 from weights.sampling import contradiction, fill_masks, samples_of
 
 MODES = ("--eval-only", "--export", "--prompt", "--chat", "--fill")
-ROW = 1024  # tokens of an export that are compared at most
-# of the largest logit. Right exports differed by 4e-6 of it at most (an untrained HRM of 32 cycles by 9e-4),
-# in llama.cpp, whose GELU is a table in half precision, by 3e-3; most wrong ones by 3e-3, there by 1e-2.
+ROW = 1024  # an export is compared on at most this many tokens
+# How much an export may differ from the model, relative to the largest logit. Correct exports differed by at
+# most 4e-6 (an untrained HRM with 32 cycles by 9e-4), and in llama.cpp, which takes GELU from a table in half
+# precision, by 3e-3. Most wrong exports differed by at least 3e-3, in llama.cpp by 1e-2.
 BOUNDS = {"": 1e-3, ".gguf": 5e-3}
-# On average in half precision, where other programs round otherwise. Right exports of trained models differed
-# by 3e-3 at most (untrained HRMs of 16 cycles by 0.017), with exchanged heads in bfloat16 by 0.04 to 0.6.
+# The same for the mean difference in half precision, where other programs round differently. Correct exports
+# of trained models differed by at most 3e-3 (untrained HRMs with 16 cycles by 0.017). With exchanged heads,
+# they differed by 0.04 to 0.6 in bfloat16.
 ROUNDED = 0.02
 EDITED = ("other programs do not compute what model.py does, so nothing is exported, and an earlier export "
-          "is as it was: undo that change and train again, or use this model with --prompt or load_run.")
+          "is kept: undo that change and train again, or use this model with --prompt or load_run.")
 
 
 def load_model(model_class: type, saved: dict, world: World, strategy: str = "ddp", **changes) -> nn.Module:
-    """The model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of the
-    configuration that do not affect the parameters.
+    """Loads the model of a checkpoint, with averaged weights if there are any. `changes` replaces fields of
+    its configuration, which must not affect the parameters. Raises UserError if the model class is another.
     """
     config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     model = build_model(model_class, config, world, strategy)
@@ -69,10 +69,11 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
 
 
 def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
-    """The model of a run directory (its newest checkpoint) or of a checkpoint file, and its tokenizer, for
-    use in a script of one's own: with averaged weights if there are any, on a device, in a --precision
-    (default: that of the run), without a World. Raises RunError, or UserError for a checkpoint of another
-    format.
+    """Loads a trained model for your own script. Returns (model, tokenizer).
+
+    `run` is a run directory, which gives its newest checkpoint, or a checkpoint file. Averaged weights are
+    used if there are any. `precision` is a --precision (default: the run's). No process group is needed.
+    Raises RunError if there is no checkpoint, and UserError if it has another format.
     """
     path = next(iter(list_checkpoints(run)), Path(run))
     if path.is_dir():
@@ -87,8 +88,9 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
 
 
 def tokenizer_of(saved: dict, directory: Path):
-    """The tokenizer of a checkpoint, with the end of text that its model was trained with: the one in the
-    directory of its run or, if there is none, one that its name alone gives. Raises UserError.
+    """The tokenizer of a checkpoint: the one in `directory`, that of the run, or else the one that its name
+    says, such as gpt2. Its end of text is the id that the model was trained with. Raises UserError if there
+    is no tokenizer.
     """
     name, config = saved["tokenizer"].split()[0], saved["model_config"]
     if (directory / "tokenizer.json").exists():
@@ -98,8 +100,8 @@ def tokenizer_of(saved: dict, directory: Path):
         if config.get("response", -1) >= 0:
             tokenizer = with_markers(tokenizer)
     else:
-        raise UserError(f"{directory} holds no tokenizer.json: copy it there from that run, or name the "
-                        "directory of the run with --out.")
+        raise UserError(f"{directory} holds no tokenizer.json: copy it there from the run's directory, or "
+                        "give that directory as --out.")
     eot = config.get("eot", config.get("start"))
     if eot in tokenizer.specials.values():
         tokenizer.eot = eot
@@ -107,39 +109,39 @@ def tokenizer_of(saved: dict, directory: Path):
 
 
 def use_model(run: Run):
-    """--eval-only, --export, --prompt, --chat and --fill: uses the newest checkpoint of a run, or that of
-    --resume.
+    """Does what --eval-only, --export, --prompt, --chat or --fill asks for, with a run's newest checkpoint or
+    that of --resume. Every rank calls this.
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
     if len(modes) > 1:
-        raise UserError(f"{' and '.join(modes)} do not go together: give one of them.")
+        raise UserError(f"{' and '.join(modes)} cannot be used together: give one of them.")
     if args.export == "gguf":
         with needed("gguf", "--export gguf"):
             import gguf  # noqa: F401
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
-    args.compile = False  # which takes longer than an answer
+    args.compile = False  # compiling takes longer than an answer
     apply_modes(model, args, world)
     model.eval()
     if world.is_rank0:
         monitor.say_changes(run, functools.partial(print, file=sys.stderr, flush=True))
-    with suppress(BrokenPipeError):  # nobody reads on, as after `--prompt … | head`
+    with suppress(BrokenPipeError):  # from `--prompt … | head`
         if args.eval_only:
             return evaluate_only(model, run)
-        if args.export:  # where it is refused, all processes end alike
+        if args.export:  # run_and_wait, so that all processes end with the same error
             return run_and_wait(use_on_rank0, model, run)
         use_on_rank0(model, run)
 
 
 def use_on_rank0(model: nn.Module, run: Run):
-    """All that use_model does, but for --eval-only."""
+    """Does all of use_model except --eval-only."""
     args, world, saved = run.args, run.world, run.saved
     if not world.is_rank0:
         return
     out = args.out or Path(saved["path"]).parent.parent
     tokenizer = tokenizer_of(saved, out)
-    assert_tokenizer(saved, tokenizer, "name the directory of that run with --out")
+    assert_tokenizer(saved, tokenizer, "give the directory of that run as --out")
     print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
     if args.export == "gguf":
         path, modern = out / "model.gguf", vars(model.config).get("modern")
@@ -150,20 +152,20 @@ def use_on_rank0(model: nn.Module, run: Run):
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         try:
             write_card(out / "hf" / "README.md", saved)
-        except FAULTS as error:  # as of a config.json that was edited
+        except FAULTS as error:  # such as an edited config.json
             say(f"WARNING: the model card README.md was not written ({first_line(error)})")
         prefix = vars(model.config).get("attention") == "prefix"
         if prefix and run.model_class is GPT2:
-            print("but transformers has no prefix mask for GPT-2: there a prompt sees only what comes before")
+            print("note: transformers has no prefix mask for GPT-2: there, a token sees only those before it")
         elif prefix:
-            print("its tokenizer takes one text for a question: to train on answers there, give each as the "
-                  "second, tokenizer(question, answer), or it would see itself")
+            print("note: the exported tokenizer takes one text for a question: to train on answers, pass "
+                  "two texts, tokenizer(question, answer), or the answers see themselves")
     if vars(args).get("fill") is not None:
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
 
     def answer(prompt: str, echo: bool = False):
         if saved["settings"]["data"] == "task:addition" and len(prompt) != 25:
-            print("note: the model was trained on sums of two numbers of twelve digits alone, such as "
+            print("note: the model was trained only on sums of two twelve-digit numbers, such as "
                   "400123456789+400876543211", file=sys.stderr)
         texts = samples_of(model, tokenizer, world.device, prompt, args, True, args.num_samples)
         if echo:
@@ -179,8 +181,8 @@ def use_on_rank0(model: nn.Module, run: Run):
     if prompt is not None:
         answer(prompt, echo=args.num_samples == 1)
     if chat:
-        print("note: each line is asked alone, without what was said before: to go on with a conversation, "
-              "paste that as lines before the next question", file=sys.stderr)
+        print("note: the model sees only what you type now, not what was said before: to continue a "
+              "conversation, paste it as lines before the next question", file=sys.stderr)
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
@@ -188,15 +190,15 @@ def use_on_rank0(model: nn.Module, run: Run):
                 answer(text)
             except UserError as error:  # the prompt is too long
                 print(f"error: {error}", file=sys.stderr)
-            except KeyboardInterrupt:  # ends the answer, the next one at the prompt the chat
+            except KeyboardInterrupt:  # ends the answer; Ctrl-C at the prompt ends the chat
                 print()
-            args.seed += 1  # or like prompts would get the same text
+            args.seed += 1  # so that asking again gives another text
 
 
 def typed() -> str:
-    """What is typed in at a prompt; of a terminal all lines that are there, as of a text that is pasted."""
-    with suppress(*FAULTS):  # not every Python has it
-        import readline  # with which `input` edits lines, and long ones are whole
+    """What the user types at a prompt. In a terminal, all lines that are waiting, so a paste is one text."""
+    with suppress(*FAULTS):  # not every Python has readline
+        import readline  # lets `input` edit lines, and take very long ones
         readline.parse_and_bind("set enable-bracketed-paste on")
     text = input("> " * sys.stdin.isatty())
     while sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
@@ -205,17 +207,17 @@ def typed() -> str:
 
 
 def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Callable):
-    """Writes an export beside `path`, where it is compared with the model before it takes its place. If
-    something is wrong, an earlier one stays.
+    """Writes an export next to `path`, compares it with the model, and only then moves it to `path`. If
+    something is wrong, an earlier export stays. Raises UserError.
     """
     beside = path.with_name(f".tmp-{path.stem}")
     new = beside / path.name
-    shutil.rmtree(beside, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left over from an export that was killed
     try:
         beside.mkdir()
         write(model, new, tokenizer)
         compare(model, new, tokenizer, load)
-        if new.is_dir():  # file by file, so there is one at each moment
+        if new.is_dir():  # file by file, so that each file exists at every moment
             path.mkdir(exist_ok=True)
             for file in new.iterdir():
                 file.replace(path / file.name)
@@ -223,19 +225,20 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
             os.replace(new, path)
     except OSError as error:
         raise RetryableError(f"{path} cannot be written ({error.strerror or error}): free some space, or "
-                             "move away what is there.")
+                             "move away what is in its place.")
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 @torch.no_grad()
 def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
-    """Raises UserError if another program has other logits for a row, or cannot load the new export. Says so
-    if it cannot be asked. load(new, row) are its logits or log-probabilities for the last ids of the row.
+    """Compares a new export in its own program with the model, on a row of random ids. load(new, row) returns
+    that program's logits or log-probabilities for the last ids of the row. Raises UserError if they differ,
+    or if the export cannot be loaded. Prints a warning if the program is missing or memory is short.
     """
     c = model.config
     ordinary = sorted({*range(c.vocab_size)} - {*tokenizer.specials.values()})
-    # llama.cpp wants room for one more; ids that were rare in training tell models apart best
+    # seq_len - 1, because llama.cpp needs room for one more; random, because rare ids show errors best
     ids = random.Random(0).choices(ordinary, k=max(1, min(c.seq_len - 1, ROW)))
     ids[:1] = tokenizer.encode("a")[:1].tolist() or ids[:1]
     row = torch.tensor([ids])
@@ -247,10 +250,10 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
         theirs = load(new, row).log_softmax(-1)
     except Exception as error:
         why = first_line(error)
-        # the package, the memory, or a file system that can map files is missing; or it wants another model
+        # no package, not enough memory, a file system that cannot map files, or a package without this model
         if isinstance(error, (ImportError, MemoryError, OSError)) or "mmap" in why:
-            return say(f"WARNING: the export was not compared with the model ({why}): once that is there, "
-                       "export it again")
+            return say(f"WARNING: the export was not compared with the model ({why}): fix that and export "
+                       "again")
         raise UserError(f"the export cannot be loaded ({why}): {EDITED}")
     dtype = model.compute_dtype
     for precision in dict.fromkeys((torch.float32, dtype)):  # ops/attention.py is for bfloat16 only
@@ -263,16 +266,16 @@ def compare(model: nn.Module, new: Path, tokenizer, load: Callable):
         off, bound = differences.max(), BOUNDS[new.suffix]
         if precision != torch.float32:
             off, bound = differences.mean(), ROUNDED
-        if not off <= bound * ours.abs().max():  # or it is no number
+        if not off <= bound * ours.abs().max():  # also if it is NaN
             raise UserError(f"the export has other logits than the model, by {off:.2g}: in {precision} "
                             f"{EDITED}")
 
 
 def evaluate_only(model: nn.Module, run: Run):
-    """Evaluates the model of a checkpoint on the validation sets of `run.dataset`. Takes no lock and writes
-    nothing into the run, so it can be called beside a training. Prints the results as a line, and as JSON for
-    a script. Every rank calls this. With the run's number of processes the losses are those of its log, up to
-    rounding if blocks were compiled or attention was FlashAttention 4.
+    """Evaluates the model of a checkpoint on the validation sets of `run.dataset`. Prints the results as a
+    line for people and as JSON for scripts. Takes no lock and writes nothing into the run, so it can run
+    while the run is training. Every rank calls this. With the run's number of processes, the losses are those
+    of its log, up to rounding if blocks were compiled or attention was FlashAttention 4.
     """
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
@@ -286,7 +289,7 @@ def evaluate_only(model: nn.Module, run: Run):
     state = SimpleNamespace(model=model, world=world, averaged_weights=nullcontext)
     run.batch = args.batch or saved["settings"]["batch"]
     results = evaluate(state, run, StopVote(world), masker)
-    if results is None:  # a signal has cut it short
+    if results is None:  # stopped by a signal
         raise KeyboardInterrupt
     if world.is_rank0:
         if not {"val_exact", "val_bits_per_byte"} & results.keys():
