@@ -502,7 +502,7 @@ class Dataset:
     """
 
     masker_class = Masker
-    vocab_size = None  # a trainer sets it if its rows have ids of their own, not the tokenizer's
+    vocab_size = None  # a trainer sets it if its rows have other ids than the tokenizer's
 
     def __init__(self, directories: list[Path], seq_len: int, tokenizer_name: str | None = None,
                  loss: str | None = None):

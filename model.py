@@ -322,7 +322,7 @@ class ModelConfig:
         return vars(self).get("n_layer", 0)
 
     def __post_init__(self):
-        if self.depth > 100_000:  # for these, Python alone takes half a minute per step
+        if self.depth > 100_000:  # at this depth, Python's overhead is half a minute per step
             raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours per step "
                             "on any machine: lower --n-layer or the cycles to at most 100,000 blocks in all.")
         if self.padded_vocab < self.vocab_size:
@@ -347,7 +347,7 @@ class ModelConfig:
 
 @dataclass
 class CausalConfig(ModelConfig):
-    """Configuration of a model that continues text or answers prompts. The ids are those of
+    """Configuration of a model that continues text or answers prompts. The fields are the ids of
     data.Dataset.marker_ids; −1 means none.
     """
 

@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None):
             metrics.add(sums)
         grad_norm = state.clip_gradients(args.grad_clip, stop)
         if not c.reaches_embedding(bp_steps, cycles):
-            model.embed.weight.grad = None  # so that nothing decays it before it learns, as in HRM-Text
+            model.embed.weight.grad = None  # so no weight decay until the embedding learns, as in HRM-Text
         state.optimizer_step(lr, grad_norm)
         stop.vote()  # asks all ranks whether one got a signal; the next step reads the answer
         step, samples = step + 1, samples + run.global_batch

@@ -38,8 +38,7 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# --preset: number of GPUs, use case, --size, and flags that replace those of the size. The narrow models are
-# for trying things out.
+# --preset: number of GPUs, use case, --size, changes to that size. The narrow models are for quick trials.
 NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
     "h200_8gpu_fast": (8, "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
@@ -80,7 +79,7 @@ def list_presets():
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
               f"{length:>9} {row['lr']:6g}  {use}")
-        source = " --data imdb" if size == "tiny" else ""  # larger sizes need more data: their FineWeb-Edu
+        source = " --data imdb" if size == "tiny" else ""  # larger sizes keep FineWeb-Edu
         commands.append(f"torchrun --nproc_per_node={gpus} {sys.argv[0]} --preset {name}{source}")
     print("\nPresets up to width 24 use the learning rate, warm-up and context of --size tiny, which were "
           "tuned for width 128.\nChange them with --lr, --warmup and --seq-len.\n")

@@ -56,9 +56,9 @@ LINE_EVERY = 30  # seconds between the lines that `prepare` prints if it shows n
 
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
             workers: int | None = None, **options) -> Path:
-    """Tokenizes `dataset` into shards in the directory `out`, and returns it. The options are those of the
-    command line, see `settings_of`. After a kill, the same call resumes. The bytes written depend neither on
-    resuming nor on the number of workers. Raises UserError.
+    """Tokenizes `dataset` into shards in the directory `out`, and returns it. `options` are flags of
+    `data.py prepare`, see `settings_of`. After a kill, the same call resumes. Neither resuming nor the number
+    of workers changes the bytes. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
     out = Path(out or default_directory(dataset, tokenizer_name))
@@ -467,8 +467,8 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
 
 
 def current_identity(source: Source, out: Path) -> str:
-    """The identity of a source with shards in `out`. If a file is newer than the shards, all files are read
-    to see whether they have changed, and if so, the identity is that of their full content.
+    """The identity of a source that has shards in `out`. If a file is newer than the shards, this reads all
+    files to see whether they have changed; if so, it returns an identity of their full content.
     """
     begun = math.inf
     with contextlib.suppress(OSError):  # read_tokenizer raises an error about it
@@ -489,7 +489,7 @@ def check_source(data: str, out: Path, settings: dict):
         return say(f"note: {str(error).rstrip('.')}; {out}, prepared before, is used")
     if identity != settings["source"]:
         raise UserError(f"{out} was prepared from another text ({settings['source']}, now {identity}): to "
-                        f"go on with the old text, use --data {out}; for the new one, delete that directory, "
-                        "or run data.py prepare with another --out and give that as --data; in both cases "
-                        "train with another --out, where --init-from RUN starts from an earlier run's "
-                        "weights.")
+                        f"continue with the old one, use --data {out}; for the new one, delete that "
+                        "directory, or run data.py prepare with another --out and give that as --data; in "
+                        "both cases train with another --out, where --init-from RUN starts from an earlier "
+                        "run's weights.")

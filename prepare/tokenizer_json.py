@@ -56,9 +56,9 @@ class HuggingFaceTokenizer(Vocabulary):
 
     def lost_in(self, text: str, ids: np.ndarray, split: str) -> Counter:
         """Counts what encoding a text as `ids` loses; `ids` may include special ones. `all` counts the
-        `letters` of the text, and `lost` those that decoding does not give back. SPLIT_bytes counts the bytes
-        of the text, and SPLIT_tokens those of its tokens, which can differ: some tokens do not spell their
-        text.
+        `letters` of the text, and `lost` the letters that decoding does not give back. SPLIT_bytes counts the
+        bytes of the text, and SPLIT_tokens the bytes that its tokens spell. These can differ, because some
+        tokens do not spell their text.
         """
         text = without_surrogates(text)
         wanted = self.letters(text)

@@ -522,7 +522,7 @@ def test_an_edit_of_the_library_is_found_where_the_loss_does_not_see_it(monkeypa
     plain = model_module.CausalLM.logits
     monkeypatch.setattr(model_module.CausalLM, "logits", lambda self, hidden: 0.5 * plain(self, hidden))
     said = writes(built(model_class, **TEXT))
-    assert said.startswith(f"{model_class.__name__} would write otherwise") and "the loss differs" in said
+    assert said.startswith(f"{model_class.__name__} would not") and "the loss differs" in said
     assert writes(built(Mine, **TEXT)) == ""
 
 
@@ -557,11 +557,11 @@ def test_the_sample_is_refused_and_not_the_training(shards, tmp_path, strategy):
     trainer = Trainer(str(path), steps=8, eval_every=4, sample_every=1, max_new_tokens=3, lr=1e-2)
     done = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
     assert done.code == 0 and "training complete" in done.out, done.out
-    refused = r"a sample after step (\d):\n\(none: Windowed would write otherwise than it learns"
+    refused = r"a sample after step (\d):\n\(none: Windowed would not generate what it learns"
     assert re.findall(refused, done.out) == ["4", "8"], done.out
     for flags in (["--prompt", "def"], ["--chat"]):
         done = trainer.here("--out", tmp_path / "run", *flags)
-        assert done.code == 2 and "Windowed would write otherwise" in done.out, done.out
+        assert done.code == 2 and "Windowed would not generate what it learns" in done.out, done.out
     assert trainer.here("--out", tmp_path / "run", "--data", shards, "--eval-only").code == 0
 
 

@@ -123,8 +123,8 @@ def modern_from_hf(config: dict) -> dict:
 
 
 def query_and_gate(query: Tensor, gate: Tensor, c: GPT2Config) -> Tensor:
-    """Joins the query and gate matrices (C, C) to Qwen3.5's q_proj (2 C, C): for each head, the rows of the
-    query and then those of the gate.
+    """Joins the query and gate matrices (C, C) into Qwen3.5's q_proj (2 C, C). For each head, it has the
+    query's rows and then the gate's.
     """
     parts = [matrix.view(c.n_head, c.head_dim, c.d_model) for matrix in (query, gate)]
     return torch.cat(parts, dim=1).view(2 * c.d_model, c.d_model)

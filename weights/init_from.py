@@ -1,4 +1,4 @@
-"""The weights that a run starts from (--init-from), and models beside the one in training (load_frozen)."""
+"""Loads the weights that a run starts from (--init-from), and frozen models next to the trained one."""
 
 import math
 from contextlib import suppress
@@ -36,8 +36,8 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
 
 
 def gentler(row: dict) -> dict:
-    """The settings that --init-from uses instead of those of the size: a small learning rate and batch, and a
-    few epochs. `row` is the row of the size.
+    """The defaults that --init-from changes: a small learning rate and batch, and a few epochs. `row` has the
+    defaults of the size.
     """
     batch = min(32, row["global_batch"])
     eval_batches = math.ceil(row["eval_batches"] * batch / row["global_batch"])
@@ -84,8 +84,8 @@ def weights_of(model_class: type, source: str, complete: bool = True) -> dict:
 
 
 def nearest_size(sizes: dict[str, dict], record: dict) -> str:
-    """The size that a record of weights_of names, or else the one whose row differs from its configuration in
-    the fewest fields.
+    """The size that weights were trained with, according to their record (see weights_of). If the record
+    doesn't say, the size that differs from their configuration in the fewest fields.
     """
     config = record["model_config"]
     size = record["settings"].get("size")
@@ -143,10 +143,10 @@ def attention_from(checkpoint: dict, run: Run, usual: str | None) -> dict:
 
 
 def enlarged(checkpoint: dict, run: Run, config: dict) -> tuple[dict, dict]:
-    """Makes room for the run's row length and for the data's ids, which `config`, that of a new model, has.
-    Returns the changed fields of the configuration and all tensors. The embeddings of new ids start as the
-    mean of the existing ones. Raises UserError if there are new ids, unless the data has pairs, which add
-    some to any tokenizer.
+    """Makes room for the run's row length and for the data's ids. `config` is the configuration of a new
+    model, which has that room. Returns the changed fields of the configuration, and all tensors. The
+    embeddings of new ids start as the mean of the existing ones. Raises UserError if there are new ids,
+    unless the data has pairs, which add some to any tokenizer.
     """
     known, weights = checkpoint["model_config"], checkpoint["weights"]
     most, vocab_size = known["vocab_size"], config["vocab_size"]
@@ -185,11 +185,11 @@ def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str,
 
 
 def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
-    """The model of --init-from, in the shards of the run. Its configuration is that of the weights with
-    `changes`; fields that it lacks come from `config`. Tensors that the weights lack are initialised as in a
-    new model. The context is extended to --seq-len if the positional encoding allows that. Pairs may extend
-    the vocabulary: the embeddings of new ids start as the mean of the existing ones. Raises UserError if the
-    data has another tokenizer, or the model other shapes.
+    """The model of --init-from, sharded as the run's strategy says. It has the configuration of the weights
+    with `changes`, and takes fields that are missing there from `config`. Tensors that the weights lack are
+    initialised as in a new model. The context is extended to --seq-len if the positional encoding allows
+    that. Pairs may extend the vocabulary: the embeddings of new ids start as the mean of the existing ones.
+    Raises UserError if the data has another tokenizer, or the model other shapes.
     """
     model_class, args, world, say = run.model_class, run.args, run.world, run.say
     checkpoint = weights_of(model_class, args.init_from)

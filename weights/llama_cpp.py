@@ -189,7 +189,7 @@ for end in range(max(1, len(row) - 7), len(row) + 1):
 
 def logits_of_gguf(path: Path, row: Tensor) -> Tensor:
     """llama.cpp's log-probabilities (8, V) for the token after each of the last 8 ids of a row (1, T). Runs
-    in a process of its own, which llama.cpp may crash. Raises ImportError if llama.cpp lacks the model, and
+    in another process, because llama.cpp may crash it. Raises ImportError if llama.cpp lacks the model, and
     RuntimeError if it fails.
     """
     command = [sys.executable, "-P", "-c", ASK, path, json.dumps(row[0].tolist())]

@@ -60,10 +60,11 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     """Checks that generation computes what training does. Returns the reason if it doesn't, otherwise "".
 
     The model reads a row in two passes with a cache: all but the last token, then that token. The logits must
-    equal those of one pass over the whole row. The loss must equal the cross-entropy of these logits, unless
-    the class defines its own loss. Both are computed in float32, to tell errors from rounding. Differences
-    count only beyond what a change of the embeddings by a millionth causes, because a model may draw random
-    numbers or be so deep that rounding grows. A model that cannot be checked gets a warning and "".
+    equal the logits of one pass over the whole row. The loss must equal the cross-entropy of these logits,
+    unless the class defines its own loss. Both are computed in float32, to tell errors from rounding.
+    Differences count only beyond what a change of the embeddings by a millionth causes, because a model may
+    draw random numbers or be so deep that rounding grows. A model that cannot be checked gets a warning and
+    "".
 
     Buffers and torch's generator stay as they are. With `everywhere`, all ranks must call this, and all get
     the same answer.
@@ -116,7 +117,7 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
     else:
         return ""
     # FSDP puts its name in front of the class's
-    return f"{type(model).__name__.removeprefix('FSDP')} would write otherwise than it learns: {why}."
+    return f"{type(model).__name__.removeprefix('FSDP')} would not generate what it learns: {why}."
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float = 1.0) -> Tensor:
@@ -295,8 +296,8 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
 
 
 def write_sample(model, run, step: int, run_and_wait):
-    """Logs a sample of the model after `step` steps. Rank 0 generates it alone while the others wait, unless
-    parameters are sharded. All ranks must call this. `run_and_wait` is the function of ddp_utils.
+    """Logs a sample of the model after `step` steps. Rank 0 generates it while the others wait; if parameters
+    are sharded, all ranks do. All ranks must call this. `run_and_wait` is the function of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)

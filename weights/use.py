@@ -88,9 +88,9 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
 
 
 def tokenizer_of(saved: dict, directory: Path):
-    """The tokenizer of a checkpoint: the one in `directory`, that of the run, or else the one that its name
-    says, such as gpt2. Its end of text is the id that the model was trained with. Raises UserError if there
-    is no tokenizer.
+    """The tokenizer of a checkpoint: the one in `directory`, the run's, or if there is none the one that the
+    checkpoint names, such as gpt2. Its end of text is the id that the model was trained with. Raises
+    UserError if there is none at all.
     """
     name, config = saved["tokenizer"].split()[0], saved["model_config"]
     if (directory / "tokenizer.json").exists():
@@ -109,8 +109,8 @@ def tokenizer_of(saved: dict, directory: Path):
 
 
 def use_model(run: Run):
-    """Does what --eval-only, --export, --prompt, --chat or --fill asks for, with a run's newest checkpoint or
-    that of --resume. Every rank calls this.
+    """Does what --eval-only, --export, --prompt, --chat or --fill asks for, with the checkpoint of --resume
+    (default: the run's newest). Every rank calls this.
     """
     model_class, args, world, saved = run.model_class, run.args, run.world, run.saved
     modes = [word.partition("=")[0] for word in shlex.split(run.command) if word.startswith(MODES)]
@@ -210,11 +210,11 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
     """Writes an export next to `path`, compares it with the model, and only then moves it to `path`. If
     something is wrong, an earlier export stays. Raises UserError.
     """
-    beside = path.with_name(f".tmp-{path.stem}")
-    new = beside / path.name
-    shutil.rmtree(beside, ignore_errors=True)  # left over from an export that was killed
+    temporary = path.with_name(f".tmp-{path.stem}")
+    new = temporary / path.name
+    shutil.rmtree(temporary, ignore_errors=True)  # left over from an export that was killed
     try:
-        beside.mkdir()
+        temporary.mkdir()
         write(model, new, tokenizer)
         compare(model, new, tokenizer, load)
         if new.is_dir():  # file by file, so that each file exists at every moment
@@ -227,7 +227,7 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
         raise RetryableError(f"{path} cannot be written ({error.strerror or error}): free some space, or "
                              "move away what is in its place.")
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @torch.no_grad()
