@@ -186,6 +186,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def manifest_digest(manifest: dict) -> str:
+    """The checksum of a manifest, which is stored in it."""
     return digest_json(manifest | {"checksum": None})
 
 
@@ -611,6 +612,7 @@ def digest_json(value) -> str:
 
 
 def digest_of(manifest: dict) -> str:
+    """A digest of a directory's tokenizer and shards, from the checksums in its manifest."""
     shards = [[shard["file"], shard["sha256"]] for shard in manifest["shards"]]
     return digest_json([manifest["tokenizer"]["sha256"], *shards])
 
@@ -787,6 +789,7 @@ FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader 
 
 
 def default_tokenizer(dataset: str) -> str:
+    """The tokenizer of a source if --tokenizer is not given."""
     return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
 
 

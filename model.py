@@ -64,6 +64,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, without weights."""
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
@@ -207,6 +208,7 @@ def updating_once(block: Block) -> Callable:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
+    """All blocks of a model, in the order in which it defines them."""
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
@@ -298,6 +300,7 @@ VOCAB_TENSORS = {"embed.weight", "head.weight", "head_bias"}  # these have padde
 
 
 def pad_vocab(n: int) -> int:
+    """Rows of an embedding table for n ids: the next multiple of 64, which is faster on GPUs."""
     return -(-n // 64) * 64
 
 

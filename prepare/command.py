@@ -60,6 +60,7 @@ def splits_of(dataset: Dataset) -> dict[str, Shards]:
 
 
 def info(directory: Path, tokenizer_name: str | None):
+    """Prints what a prepared directory holds."""
     dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name)
     print(f"{dataset.manifest['dataset']}: {describe(dataset.manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in dataset.manifest["settings"].items() if v))
@@ -73,6 +74,7 @@ def info(directory: Path, tokenizer_name: str | None):
 
 
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None):
+    """Prints a few random rows of a split as text; the same ones each time."""
     if seq_len is None:
         seq_len = row_of(directory) or 128
     if min(rows, seq_len) < 1:

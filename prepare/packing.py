@@ -14,6 +14,7 @@ from data import FORMATS, manifest_digest, sha256_of, write_atomically
 
 
 def shard_dtype(vocab_size: int) -> str:
+    """The smaller of the two dtypes of shards, if it can hold all ids."""
     return "uint16" if vocab_size < 65_536 else "uint32"  # <, because [MASK] may be an additional id
 
 

@@ -52,6 +52,7 @@ CLOSE = 2e-3  # in float32, correct models differ by up to 2e-6; one with a slig
 
 
 def has_usual_loss(model: CausalLM) -> bool:
+    """Whether the model's loss is the cross-entropy of its logits, as in CausalLM."""
     return {type(model).forward, type(model).loss} <= {CausalLM.forward, HRM.forward, CausalLM.loss}
 
 
