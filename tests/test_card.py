@@ -105,7 +105,7 @@ def test_files_that_are_gone_or_damaged_are_left_out(tmp_path, capsys):
 def test_no_folder_of_this_machine_is_in_the_card(tmp_path, monkeypatch):
     text = card_of(saved_run(tmp_path, data=prepared(tmp_path / "b", "text:/home/alice/notes.txt", "text")))
     assert not re.search(r"alice|/home|10\.0\.0\.7|29500|" + re.escape(str(tmp_path)), text)
-    commands = re.search(r"trained by\n\n```bash\n(.*?)\n```", text, re.S)[1].splitlines()
+    commands = re.search(r"trained with\n\n```bash\n(.*?)\n```", text, re.S)[1].splitlines()
     assert [shlex.split(command) for command in commands] == [
         ["torchrun", "--nproc_per_node=2", "--nnodes=2", "--node_rank=0", "train_gpt2.py", "--data",
          "text:a,b/", "--out=x", "--sample-prompt", "Once, and/or never", "--init-from", "hf:gpt2"],

@@ -953,7 +953,7 @@ def test_train_answer_export(script, pairs, tmp_path, monkeypatch, capsys):
     assert chat.code == 0 and "error: the prompt has 202 tokens" in capsys.readouterr().err
     assert chat.out.splitlines()[-1] == used.out.splitlines()[-1]
     assert done.code == 0 and "no prefix mask" not in done.out, done.out
-    assert ("give each as the second" in done.out) == (script == "train_hrm.py"), done.out
+    assert ("tokenizer(question, answer)" in done.out) == (script == "train_hrm.py"), done.out
     if script == "train_hrm.py":
         transformers = pytest.importorskip("transformers")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
