@@ -1,11 +1,11 @@
 """Checks a cluster before a long run, and measures its network. Ends with OK, or with an error.
 
-    torchrun --nproc_per_node=8 test_ddp.py                                    # one machine
-    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096                    # on each of several
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py     # without torchrun
+    torchrun --nproc_per_node=8 test_ddp.py                                          # on one machine
+    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096                   # on each of several
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py    # without torchrun
 
-All ranks first compare software, devices and data, because unequal ranks would only hang. Then they join one
-process group, take every step together, and measure how long gradients take on this network.
+First all ranks compare software, devices and data, because a difference could make a run hang. Then they join
+one process group, check three collectives, and measure how long this network takes for gradients.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ from loggers.machine import hardware
 SHOWN = ("backend", "python", "torch", "nccl", "code", "data")
 
 # -----------------------------------------------------------------------------------------------------------
-# Before there is a process group
+# Before the process group exists
 
 
 def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
-    """This rank's software, device and data. `wrong` is a sentence, or empty."""
+    """Returns this rank's software, device and data. `wrong` is a sentence on the data, or empty."""
     beside = Path(__file__).resolve().parent
     packages = [path.parent for path in beside.glob("*/__init__.py")]
     files = [path for folder in (beside, *packages) for path in folder.glob("*.py")]
@@ -58,24 +58,24 @@ def report_of(args: Namespace, device: torch.device, backend: str) -> dict:
 
 
 def problem_in(reports: list[dict]) -> str:
-    """The first problem in the reports of all ranks, and how to fix it; empty if there is none."""
+    """Returns the first problem in the reports of all ranks and how to fix it, or "" if there is none."""
     names = [f"rank {rank} ({report['host']})" for rank, report in enumerate(reports)]
     for name, report in zip(names, reports):
         if report["wrong"]:
             return f"{name}: {report['wrong']}"
     for what, way_out in {
-            "world size": "give all the same WORLD_SIZE",
-            "device": "see whether nvidia-smi works there, or give all the same --device",
-            "backend": "give all the same --backend",
+            "world size": "give all processes the same WORLD_SIZE",
+            "device": "check nvidia-smi there, or give all processes the same --device",
+            "backend": "give all processes the same --backend",
             "python": "install the same version everywhere",
-            "torch": "install the same torch everywhere, such as -c .ci/constraints.txt",
+            "torch": "install the same torch everywhere, such as with -c .ci/constraints.txt",
             "nccl": "install the same build of torch everywhere",
             "code": "copy the same version of the trainers to every machine",
-            "data": "copy the same files to every machine, or prepare them there as on the others"}.items():
+            "data": "copy the same files to every machine, or prepare them there in the same way"}.items():
         values = [report[what] for report in reports]
         if what == "python":
             values = [value.rpartition(".")[0] for value in values]  # 3.11.2 and 3.11.9 count as equal
-        usual = statistics.mode(values)  # the first of the most frequent
+        usual = statistics.mode(values)  # in a tie, the value of the lower rank
         for name, value in zip(names, values):
             if value != usual:
                 other = names[values.index(usual)]
@@ -83,13 +83,13 @@ def problem_in(reports: list[dict]) -> str:
     owner = {}
     for name, uuid in zip(names, (report["uuid"] for report in reports)):
         if uuid and owner.setdefault(uuid, name) != name:
-            return (f"{owner[uuid]} and {name} use the same GPU: start with torchrun, or set LOCAL_RANK to "
-                    "0, 1 and so on, on each machine.")
+            return (f"{owner[uuid]} and {name} use the same GPU: start with torchrun, or set LOCAL_RANK on "
+                    "each machine to 0, 1 and so on.")
     return ""
 
 
 def compare(report: dict):
-    """Prints and compares the reports of all ranks. A problem raises UserError on all ranks."""
+    """Prints and compares the reports of all ranks. Raises UserError on all ranks if there is a problem."""
     heartbeat = ddp_utils.heartbeat
     reports = [report]
     if heartbeat:
@@ -101,7 +101,7 @@ def compare(report: dict):
             versions = ", ".join(f"{what} {facts[what]}" for what in SHOWN)
             say(f"rank {rank}: {facts['host']}, {facts['device']} {facts['gpu']}; {versions}")
     verdict = problem_in(reports)
-    if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE has seen other reports
+    if heartbeat:  # rank 0 decides, because a rank with another WORLD_SIZE reads another number of reports
         if heartbeat.rank == 0:
             heartbeat.call(heartbeat.store.set, "verdict", verdict)
         verdict = heartbeat.call(heartbeat.store.get, "verdict").decode()
@@ -110,24 +110,24 @@ def compare(report: dict):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Together
+# In the process group
 
 
 def step(what: str, function, *args):
-    """Returns function(*args), which all ranks call. RunError names the failed step and the cause."""
+    """Returns function(*args); all ranks call it. If it fails, raises RunError with `what` and the cause."""
     try:
         return function(*args)
     except RuntimeError as error:
         if not ddp_utils.heartbeat:
             raise
         raise RunError(f"{what} failed: " + (ddp_utils.heartbeat.ask() or (
-            f"{first_line(error)}, though all ranks are alive: all machines must reach each other at every "
-            "port, so open the firewall between them, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to "
-            "the network card that leads there (`ip -4 addr`)."))) from None
+            f"{first_line(error)}, but all ranks are alive: machines must reach each other at every port, so "
+            "open the firewall between them, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card "
+            "that connects them (`ip -4 addr` lists network cards)."))) from None
 
 
 def check_collectives(world: World) -> str:
-    """The names of the collectives, of three, that give wrong numbers on this rank."""
+    """Tries three collectives. Returns the names of those with wrong numbers on this rank, or ""."""
     size = world.world_size
     base = torch.arange(100_000, dtype=torch.float64, device=world.device)
     reduced = base + world.rank
@@ -143,7 +143,9 @@ def check_collectives(world: World) -> str:
 
 
 def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
-    """The slowest rank's median over the repetitions, after a first call, which connects or allocates."""
+    """Seconds that an all-reduce takes: the median over the repetitions, on the slowest rank. A first call
+    isn't counted, because it connects and allocates.
+    """
     buffer = torch.zeros(nbytes // 4, device=world.device)
 
     def until_done():
@@ -155,9 +157,11 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
 
 
 def measure_network(world: World, limit: float):
-    """Prints how long all-reduces take, and so the gradients of a model in each step."""
+    """Prints how long all-reduces take, and what that means for a model's gradients. Sends 100 MB at a time
+    if that takes less than half of `limit`, in seconds; otherwise 10 MB.
+    """
     times = {1_000: all_reduce_seconds(1_000, 21, world), 1_000_000: all_reduce_seconds(1_000_000, 7, world)}
-    expected = 100 * times[1_000_000]  # for 100 MB; the same on all ranks
+    expected = 100 * times[1_000_000]  # seconds for 100 MB, the same on all ranks
     large = 100_000_000 if expected < limit / 2 else 10_000_000
     times[large] = all_reduce_seconds(large, max(1, min(5, int(5 * 1e8 / large / expected))), world)
     if world.is_rank0:
@@ -166,9 +170,9 @@ def measure_network(world: World, limit: float):
             say(f"all_reduce of {nbytes / 1e6:5g} MB: {seconds * 1e3:9.2f} ms, {wire:7.3f} Gbit/s out of "
                 "each rank")
         if large < 100_000_000:
-            print("the network is too slow to send 100 MB in time, so 10 MB were sent")
-        say(f"so the gradients of each 100 M parameters take {4e8 * times[large] / large:.3g} s of a step, "
-            "with --comm bf16 half of that, and with --comm late a quarter, during the next step; a larger "
+            print("the network is too slow to send 100 MB in time, so this sent 10 MB")
+        say(f"so gradients of 100 M parameters take {4e8 * times[large] / large:.3g} s in each step; half of "
+            "that with --comm bf16; a quarter with --comm late, while the next step runs; a larger "
             "--global-batch sends them less often")
 
 
@@ -181,9 +185,9 @@ def main():
     flag = flag_group(parser, "the check")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
-    flag("--timeout", bounded(4), "seconds until who is missing is named", 60)
-    flag("--data", expanded, "a prepared directory, which has to be the same on all machines")
-    flag("--tokenizer", expanded, "of --data, if that has no manifest")
+    flag("--timeout", bounded(4), "seconds to wait for missing ranks before naming them", 60)
+    flag("--data", expanded, "a prepared directory that has to be the same on all machines")
+    flag("--tokenizer", expanded, "the tokenizer of --data, if it has no manifest")
     args = parser.parse_args()
 
     refuse_lone_tasks()
@@ -194,20 +198,20 @@ def main():
 
     def judge():
         if wrong:
-            raise RunError(f"{wrong} gave wrong numbers on rank {world.rank} ({HOST}): suspect "
-                           "its memory, its network card, or peer-to-peer access of GPUs (try "
-                           "NCCL_P2P_DISABLE=1).")
+            raise RunError(f"{wrong} gave wrong numbers on rank {world.rank} ({HOST}): check its memory and "
+                           "its network card, or turn off direct access between GPUs with "
+                           "NCCL_P2P_DISABLE=1.")
 
     run_and_wait(judge)
     if world.is_rank0:
         say("collectives are right")
     step("the measurement of the network", measure_network, world, args.timeout / 2)
     say(f"rank {world.rank} on {HOST}: all right, on {hardware(world.device)}")
-    for _ in range(2):  # an NCCL collective that times out returns, and the next one raises
+    for _ in range(2):  # if an NCCL collective times out, only the next one raises
         step("the end", dist.barrier)
     if world.world_size == 1:
-        say("this process is alone, so no network was checked: start this on all machines with "
-            "cluster/ddp_launch.sh, or on one with torchrun")
+        say("this process is alone, so no network was checked: start it on each machine with "
+            "cluster/ddp_launch.sh, or on one machine with torchrun")
     if world.is_rank0:
         say("OK")
 
