@@ -1,4 +1,4 @@
-"""What all tests share: the three tiers, real processes under torchrun, and a small corpus as shards."""
+"""What all tests share: the three tiers, processes under torchrun, and a small corpus as shards."""
 
 import contextlib
 import inspect
@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# real texts, where a machine has them
+# real texts, if this machine has them
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared" / "data"))
-os.environ["OMP_NUM_THREADS"] = "1"  # two threads wait for each other where two tests run at a time
-# a shell that starts pytest in the background ignores SIGINT, and nohup SIGHUP, which all processes of the
-# tests would inherit
+os.environ["OMP_NUM_THREADS"] = "1"  # with two tests at a time, more threads would wait for each other
+# Processes inherit ignored signals. A shell that starts pytest in the background ignores SIGINT, and nohup
+# ignores SIGHUP, so restore both for the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -30,16 +30,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    global LONG  # for the modules of tests, which are imported later
+    global LONG  # test modules are imported later and read it
     LONG = config.getoption("--long")
     if not any(Path(argument.partition("::")[0]).name == "test_cuda.py" for argument in config.args):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of more processes than a machine has GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests start more processes than the machine has GPUs
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test without a marker is in the first tier; one that is full and long is in the last.
-    Those of a trainer of one's own run up to full. What does not run is deselected: a skipped test looks as
-    if something were missing.
+    """Selects the tier. A test without a marker is in the first tier; one that is both full and long is in
+    the last. With --trainer, tests up to full run. Other tests are deselected, because a skipped test looks
+    as if something were missing.
     """
     full, long = config.getoption("--full") or config.getoption("--trainer"), config.getoption("--long")
     left_out = [] if long else ["long"] if full else ["long", "full"]
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_pycollect_makeitem(collector, name, obj):
-    """Refuses a test that a later one of the same name replaces: it would be in no tier."""
+    """Refuses two tests of the same name in a module: the second would replace the first."""
     if name.startswith("test") and inspect.isfunction(obj):
         definitions = re.findall(rf"^def {name}\(", collector.path.read_text(), re.M)
         if len(definitions) > 1:
@@ -67,11 +67,11 @@ def pytest_runtest_call(item):
         raise
 
 
-PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # that are not named as what they hold
+PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # modules from packages with other names
 
 
 def pytest_terminal_summary(terminalreporter):
-    """One line: how many tests, or files of them, were skipped, and which packages some of them need."""
+    """Prints in one line how many tests (or whole files) were skipped, and which packages they need."""
     reasons = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ())]
     missing = {}
     for reason in reasons:
@@ -81,11 +81,11 @@ def pytest_terminal_summary(terminalreporter):
             missing[names] = missing.get(names, 0) + 1
     if reasons:
         names = sorted({PACKAGES.get(name, name) for name in " ".join(missing).split()})
-        install = f", {sum(missing.values())} of them for want of packages: pip install {' '.join(names)}"
+        install = f", {sum(missing.values())} of them need packages: pip install {' '.join(names)}"
         terminalreporter.write_line(f"{len(reasons)} skipped{install if names else ''}; pytest -rs says why")
 
 
-at_end = []  # ends what a test has started, in case it fails before it has done so
+at_end = []  # functions that end what a test has started, in case it fails before it does so
 
 
 @pytest.fixture(autouse=True)
@@ -98,11 +98,11 @@ def nothing_outlives_its_test():
 @dataclass
 class Finished:
     code: int
-    out: str  # standard output and error together
+    out: str  # standard output and standard error together
 
 
 def start(command, cwd=None, **env) -> subprocess.Popen:
-    """Starts a command in a process group of its own; its environment loses the variables set to None."""
+    """Starts a command in its own session, with `env` added to the environment. None removes a variable."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
     environment = {k: str(v) for k, v in environment.items() if v is not None}
     process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, text=True,
@@ -112,12 +112,14 @@ def start(command, cwd=None, **env) -> subprocess.Popen:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started; torchrun gives each of its workers a session of its own."""
+    """The processes that a process has started. Use it to find the workers of torchrun: each of them has its
+    own session.
+    """
     found = []
     for task in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if parent == pid:
             found.append(int(task.name))
@@ -125,7 +127,7 @@ def children(pid: int) -> list[int]:
 
 
 def kill(process: subprocess.Popen) -> str:
-    """Kills a process and all that it started with SIGKILL. Returns what they had printed."""
+    """Kills a process and its children with SIGKILL. Returns what they have printed."""
     for pid in [process.pid, *children(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -133,7 +135,7 @@ def kill(process: subprocess.Popen) -> str:
 
 
 def finish(process: subprocess.Popen, timeout: float = 240) -> Finished:
-    """Waits for the end. After `timeout` seconds all its processes are killed and the test fails."""
+    """Waits for a process to end. After `timeout` seconds, kills it and its children and fails the test."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -143,7 +145,7 @@ def finish(process: subprocess.Popen, timeout: float = 240) -> Finished:
 
 
 def place(rank: int, world_size: int) -> SimpleNamespace:
-    """What a reader of data needs of a World, on the CPU."""
+    """A stand-in for a World on the CPU, with the attributes that Loader needs."""
     import torch
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
 
@@ -163,7 +165,7 @@ def run(ranks: int, script, *args, timeout: float = 240, cwd=None, **env) -> Fin
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A text of about 150 kB with some structure: what these sources say about themselves."""
+    """A text of about 150 kB with some structure: Python sources from the standard library."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:12]
     path.write_text("\n".join(f.read_text(encoding="utf-8") for f in files), encoding="utf-8")

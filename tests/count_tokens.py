@@ -1,9 +1,9 @@
-"""How large the program is, in tokens without comments and docstrings, and whether that is within its bounds.
+"""Counts the tokens of the program, without comments and docstrings, and compares them with the bounds below.
 
-    python tests/count_tokens.py       # CI runs this; exit code 1 if a bound is exceeded
+    python tests/count_tokens.py    # CI runs this; exit code 1 if a bound is exceeded
 
-Lines can be packed; tokens cannot. An f-string counts as one. A change that adds a feature may raise a bound:
-say so in its commit.
+Tokens, because lines can be packed. An f-string counts as one token. A change that adds a feature may raise a
+bound: say so in its commit.
 """
 
 import ast
@@ -21,7 +21,9 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def count(path: Path) -> int:
-    """Tokens of a Python file. On Python 3.12 and later an f-string is several, of which the first counts."""
+    """Counts the tokens of a Python file. From Python 3.12 on an f-string is several tokens: only its first
+    one counts.
+    """
     text = path.read_text(encoding="utf-8")
     docstrings = {line for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)
                   and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
@@ -40,7 +42,7 @@ def count(path: Path) -> int:
 
 
 def sizes() -> dict[str, int]:
-    """Tokens by the names of BOUNDS."""
+    """Counts the tokens for each name in BOUNDS."""
     found = dict.fromkeys(BOUNDS, 0)
     packages = [path.parent for path in ROOT.glob("*/__init__.py")]
     for path in [*ROOT.glob("*.py"), *(path for folder in packages for path in folder.rglob("*.py"))]:

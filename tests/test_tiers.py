@@ -62,5 +62,5 @@ def test_what_is_skipped_is_said_in_one_line_with_the_packages():
     for skipped in (reports, reports[3:4], []):
         conftest.pytest_terminal_summary(SimpleNamespace(stats={"skipped": skipped}, write_line=lines.append))
     packages = "accelerate lm_eval nvidia-ml-py peft tensorboard transformers wandb xllamacpp"
-    assert lines == [f"8 skipped, 7 of them for want of packages: pip install {packages}; pytest -rs says "
+    assert lines == [f"8 skipped, 7 of them need packages: pip install {packages}; pytest -rs says "
                      "why", "1 skipped; pytest -rs says why"]
