@@ -170,7 +170,7 @@ def launch(main):
     for signum in STOP_SIGNALS[:-1]:
         signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
-        time.sleep(1.0 * (local_rank() > 0))  # if local rank 0 failed too, torchrun ends this process now
+        time.sleep(1.0 * (local_rank() > 0))  # if local rank 0 fails too, torchrun ends this process here
         print(text, file=sys.stderr, flush=True)
     if heartbeat:  # first, because at_end.close() may wait for a checkpoint
         heartbeat.stop(reason)
@@ -212,7 +212,7 @@ def cleanup_on_exit(main):
 
 
 def one_has_failed() -> bool:
-    """Whether this process ends with an error and there are others."""
+    """Whether this process ends with an error, and isn't the only process of the run."""
     return at_end.exit_code > 0 and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -267,8 +267,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     """Joins the process group that torchrun describes, or creates one with a single process.
 
     A collective fails after `timeout` seconds. With `fast`, sums may round differently after a new start.
-    compare(device, backend) runs before the ranks connect; use it to find differences that would make the
-    process group hang. Raises UserError on all ranks if one of them lacks the device.
+    compare(device, backend) runs before the process group is created; use it to find differences that would
+    make the group hang. Raises UserError on all ranks if one of them lacks the device.
     """
     global heartbeat
     env = os.environ
@@ -475,7 +475,7 @@ def assert_in_sync(model: nn.Module, begun: bool = True):
 
 
 def say_on_other_nodes(world: World, text: str):
-    """Prints `text` on the first process of each node except rank 0's. Those nodes print nothing else."""
+    """Prints `text` once on each node except rank 0's. Otherwise those nodes would print nothing."""
     if world.local_rank == 0 and not world.is_rank0:
         say(f"{world.prefix} {text}")
 
@@ -1700,7 +1700,7 @@ class Due:
 
 def due_after(step: int, run: Run, log: monitor.RunLog, stop: "StopVote") -> Due:
     """What is due after `step` steps. The run saves before each evaluation, because an evaluation can take
-    long. It doesn't evaluate a step that the log has already.
+    long. It evaluates no step twice.
     """
     stopping = stop.agreed > 0
     done = step >= run.steps
