@@ -876,8 +876,8 @@ class TrainState:
         self._norm = None  # the gradient norm of the last step, until the host has read it
 
     def no_sync(self, accumulating: bool):
-        """A context for one micro-batch. If `accumulating`, which is the case for all micro-batches of a step
-        except the last, DDP keeps gradients local.
+        """A context for one micro-batch. With `accumulating` DDP keeps gradients local: pass True for all
+        micro-batches of a step except the last.
 
         Gradients that are None become zeros in DDP's buckets. Otherwise a backward pass without communication
         would allocate them a second time.
