@@ -1303,8 +1303,8 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
             other = ""
             if best.exists() and str(best) not in damaged:
                 other = f", delete these to go on from {best}"
-            raise UserError(f"{candidates[0]} and all older checkpoints there are damaged: restore one from "
-                            f"a copy{other}, or start from scratch in another --out.")
+            raise UserError(f"the checkpoint {candidates[0]} and all older ones are damaged: restore one "
+                            f"from a copy{other}, or start from scratch in another --out.")
         shapes = {group: {name: tensor.to("meta") for name, tensor in named.items()}
                   for group, named in saved["tensors"].items()}
         of_run = tokenizer_of_run(path.parent.parent, saved["settings"])

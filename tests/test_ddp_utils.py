@@ -522,7 +522,7 @@ def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
         if name != "empty":
             (tmp_path / name / "checkpoints" / "step_00000001_loss5.0.pt").touch()
-    with pytest.raises(UserError, match=f"c does not exist: .* such as {tmp_path}/a, {tmp_path}/b; a"):
+    with pytest.raises(UserError, match=f"c does not exist: .* such as {tmp_path}/a, {tmp_path}/b; for a"):
         load_checkpoint(tmp_path / "c", print)
 
 
