@@ -24,12 +24,12 @@ def compare(runs: dict[Path, list[dict]], as_json: bool) -> dict:
         curve = curves[run] = curve.groupby("step", as_index=False).last()  # a step and its evaluation
         curve["hours"] = (curve.tokens.diff() / curve.tokens_per_sec / 3600).fillna(0).cumsum()
         config = read_config(run)
-        numbers = {"parameters": config.get("parameters"), **curve.agg(NUMBERS),
-                   "processes": config.get("world_size")}
-        speed = numbers["tokens_per_sec"] / (numbers["processes"] or math.nan)
+        settings = config.get("settings", {})
+        numbers = {"parameters": config.get("parameters"), **curve.agg(NUMBERS)}
+        speed = numbers["tokens_per_sec"] / settings.get("world_size", math.nan)
         first = first or speed
         numbers |= {"tokens_per_sec_per_process": speed, "efficiency": round(speed / first, 3)}
-        table[str(run)] = numbers | config.get("settings", {})
+        table[str(run)] = numbers | settings
     table = DataFrame(table).drop(["out", "resume", "wanted_batch", "eval_batch", "largest_batch"],
                                   errors="ignore")  # of one command, or not flags
     # None is a value. NaN isn't: another trainer or an older run has no such flag

@@ -32,10 +32,10 @@ def make(directory: Path, name: str, losses: dict[int, float], config: dict | No
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> list[Path]:
     monkeypatch.chdir(tmp_path)
-    older = {"world_size": 1, "settings": {**SETTINGS, "lr": 1e-2, "MIN_LR_RATIO": 0.1,
-                                           "wanted_batch": 8, "eval_batch": 8, "largest_batch": 8}}
-    newer = {"parameters": 868352, "world_size": 2, "settings": {
-        **SETTINGS, "min_lr": 0.1, "BETAS": [0.9, 0.99],
+    older = {"settings": {**SETTINGS, "lr": 1e-2, "MIN_LR_RATIO": 0.1, "world_size": 1,
+                          "wanted_batch": 8, "eval_batch": 8, "largest_batch": 8}}
+    newer = {"parameters": 868352, "settings": {
+        **SETTINGS, "min_lr": 0.1, "BETAS": [0.9, 0.99], "world_size": 2,
         "wanted_batch": 9, "eval_batch": 9, "largest_batch": 9}}
     tuned = {"parameters": 868352, "settings": {**SETTINGS, "min_lr": 0.1, "init_from": "hf:gpt2"}}
     return [make(tmp_path, "older", {10: 3.0, 20: 3.5}, older), make(tmp_path, "newer", {20: 2.5}, newer),
@@ -47,15 +47,15 @@ def test_a_table_says_what_runs_reached_and_which_flags_differ(runs, capsys):
     assert code == 0 and errors.endswith("the curves are in comparison.png\n"), errors
     header, *lines = [line.split() for line in out.splitlines()]
     assert header == ["older", "newer", "tuned"]
-    assert {line[0]: line[1:] for line in lines[:9]} == {
+    assert {line[0]: line[1:] for line in lines[:8]} == {
         "parameters": ["None", "868352", "868352"], "tokens": ["2000"] * 3, "val_loss": ["3", "2.5", "-"],
         "val_bits_per_byte": ["1.5", "1.25", "-"], "tokens_per_sec": ["50", "50", "100"],
-        "hours": [f"{1900 / speed / 3600:.8g}" for speed in (50, 50, 100)], "processes": ["1", "2", "None"],
+        "hours": [f"{1900 / speed / 3600:.8g}" for speed in (50, 50, 100)],
         "tokens_per_sec_per_process": ["50", "25", "-"], "efficiency": ["1", "0.5", "-"]}
     # a flag that a run lacks is compared among the others; a None is a value
-    assert [line[0] for line in lines[9:]] == ["lr", "init_from", "BETAS"]
-    assert lines[9] == ["lr", "0.01", "0.003", "0.003"]
-    assert lines[10] == ["init_from", "None", "None", "hf:gpt2"]
+    assert [line[0] for line in lines[8:]] == ["lr", "init_from", "BETAS", "world_size"]
+    assert lines[8] == ["lr", "0.01", "0.003", "0.003"]
+    assert lines[9] == ["init_from", "None", "None", "hf:gpt2"]
 
 
 def test_for_scripts_it_is_one_object(runs, capsys):
@@ -75,7 +75,7 @@ def test_efficiency_needs_a_speed_of_the_first_run(runs, tmp_path, capsys):
     (runs[1] / "metrics.jsonl").write_text("\n".join([*lines[:3], lines[4][:20]]))
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").touch()
-    (tmp_path / "begun" / "config.json").write_text('{"world_size": 4, "settings": {}}')
+    (tmp_path / "begun" / "config.json").write_text('{"settings": {"world_size": 4}}')
     for first, second, wanted in ((runs[0], runs[1], 0.5), (runs[1], runs[0], 2.0),
                                   (runs[0], "begun", None), ("begun", runs[0], None)):
         code, out, errors = command(capsys, first, second, "--json")

@@ -1,0 +1,116 @@
+"""What a run of each size costs: hours of training and memory. Prints the table of docs/clusters.md.
+
+    python bench/cost.py                         # all sizes, in minutes; needs no GPU
+    python bench/cost.py mlm base large          # these sizes of a trainer
+
+Only the columns called measured were measured, on one H200, without --fast. The rest is predicted:
+
+* The memory is what --dry-run says, with --strategy ddp and the preset's micro-batch.
+* One size of each trainer has been timed. The others do as many FLOPs per second as that one, but a step has
+  at least 4 ms for each call of a block, which is about what Python takes to launch it.
+* Eight GPUs share the batch and are eight times as fast. Evaluations and saves are left out.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import model
+from cli.run import settle
+from cluster.dry_run import dry_run, empty_model
+from data import plan_batch
+from loggers.mfu import PEAK_TFLOPS, flops_per_token
+
+MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
+# The size that was timed, its tokens per second and peak GB: bench/results/2026-11-27-gpu-h200.md
+MEASURED = {"gpt2": ("gpt2", 507_582, "23.3 (64 x 1024)"), "hrm": ("1b", 20_163, "23.8"),
+            "mlm": ("base", 352_771, "20.7")}
+# The host took 57.5 ms to launch the 12 blocks of GPT-2; 22 blocks of the MLM took 92.9 ms in all
+CALL_SECONDS = 0.004
+H200, RTX_3090 = PEAK_TFLOPS[r"\bH200\b"], PEAK_TFLOPS["RTX 3090$"]
+
+
+def sizes_of(trainer: str) -> dict[str, dict]:
+    return importlib.import_module(f"train_{trainer}").SIZES
+
+
+def options(trainer: str, size: str) -> tuple:
+    """The settings of a size, and further arguments of its model's `dummy_inputs`."""
+    module = importlib.import_module(f"train_{trainer}")
+    args = settle(module.parse_args(["--size", size, "--dry-run", "8x141"]))
+    if trainer == "hrm":
+        return args, {"bp_steps": module.truncation(args)[1]}
+    return args, {"mask_rate": args.mask_rate} if trainer == "mlm" else {}
+
+
+def flops(trainer: str, size: str) -> float:
+    args, example = options(trainer, size)
+    return flops_per_token(MODELS[trainer], empty_model(MODELS[trainer], args).config, **example)
+
+
+def tokens(row: dict) -> int:
+    return row["steps"] * row["global_batch"] * row["seq_len"]
+
+
+def hours(trainer: str, size: str, gpus: int, peak: float = H200) -> float:
+    """Predicted from the size that was timed. `peak` is the GPU's, in TFLOP/s."""
+    row = sizes_of(trainer)[size]
+    timed, speed, _ = MEASURED[trainer]
+    seconds = tokens(row) / (speed * gpus * peak / H200)
+    if size != timed:
+        seconds *= flops(trainer, size) / flops(trainer, timed)
+        c = empty_model(MODELS[trainer], options(trainer, size)[0]).config
+        calls = c.n_layer * (c.cycles * (c.l_cycles + 1) if trainer == "hrm" else 1)
+        _, _, micro_steps = plan_batch(gpus, None, None, None, row["global_batch"], row["batch"])
+        seconds = max(seconds, row["steps"] * micro_steps * calls * CALL_SECONDS)
+    return seconds / 3600
+
+
+def memory(trainer: str, size: str) -> float:
+    """GB of each process with --strategy ddp, predicted."""
+    torch.compiler.reset()  # forgets the size before
+    args, example = options(trainer, size)
+    return 141 * dry_run(MODELS[trainer], args, lambda text: None, **example)
+
+
+def rounded(value: float) -> str:
+    """Two digits, from 0.1 upwards."""
+    return "< 0.1" if value < 0.1 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def line(trainer: str, size: str) -> str:
+    row = sizes_of(trainer)[size]
+    timed, *measured = MEASURED[trainer]
+    count = tokens(row)
+    cells = [f"{trainer} `{size}`", f"{count / 1e9:.1f} B" if count > 1e8 else f"{count / 1e6:.1f} M",
+             f"{row['steps']:,}"]
+    cells += [f"{measured[0]:,}", measured[1]] if size == timed else ["", ""]
+    cells += [rounded(memory(trainer, size)), *(rounded(hours(trainer, size, gpus)) for gpus in (1, 8))]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainer", nargs="?", choices=MODELS)
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help="(all)")
+    args = parser.parse_args()
+    print("| `--size` | tokens | steps | measured tokens/s | measured GB | predicted GB | predicted hours, "
+          "1 H200 | 8 H200 |\n" + "|---" * 8 + "|", flush=True)
+    for trainer in [args.trainer] if args.trainer else MODELS:
+        sizes = sizes_of(trainer)
+        if unknown := set(args.sizes) - sizes.keys():
+            sys.exit(f"error: no size {', '.join(sorted(unknown))}: choose from {', '.join(sizes)}.")
+        for size in args.sizes or sizes:
+            print(line(trainer, size), flush=True)
+    if not args.sizes:
+        print(f"\nGPT-2 124M on 8 RTX 3090: {rounded(hours('gpt2', 'gpt2', 8, RTX_3090))} hours (predicted)")
+
+
+if __name__ == "__main__":
+    main()
