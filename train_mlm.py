@@ -38,22 +38,23 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# --preset: number of GPUs, use case, --size, changes to that size. The narrow models are for quick trials.
+# --preset: number of GPUs, hours on that many H200s (predicted by bench/cost.py), use case, --size, changes
+# to that size. The narrow models are for quick trials.
 NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
-    "h200_8gpu_fast": (8, "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
-    "h200_8gpu_standard": (8, "a first look at a data set", "tiny", NARROW | dict(
+    "h200_8gpu_fast": (8, "<1", "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
+    "h200_8gpu_standard": (8, "<1", "a first look at a data set", "tiny", NARROW | dict(
         n_layer=6, n_head=8, d_model=16, ff=64, global_batch=256)),
-    "h200_8gpu_quality": (8, "the best of the narrow ones", "tiny", NARROW | dict(
+    "h200_8gpu_quality": (8, "<1", "the best of the narrow ones", "tiny", NARROW | dict(
         n_layer=8, n_head=12, d_model=24, ff=96, global_batch=128, epochs=10)),
-    "4gpu_standard": (4, "a first look on four GPUs", "tiny", NARROW | dict(global_batch=128)),
-    "2gpu_standard": (2, "a first look on two GPUs", "tiny", NARROW | dict(global_batch=64)),
-    "1gpu_standard": (1, "a first look on one GPU", "tiny", NARROW | dict(global_batch=16)),
-    "1gpu_17m": (1, "a small encoder worth using", "17m", {}),
-    "8gpu_base": (8, "ModernBERT-base from scratch", "base", {}),
-    "8gpu_large": (8, "ModernBERT-large from scratch", "large", {}),
+    "4gpu_standard": (4, "<1", "a first look on four GPUs", "tiny", NARROW | dict(global_batch=128)),
+    "2gpu_standard": (2, "<1", "a first look on two GPUs", "tiny", NARROW | dict(global_batch=64)),
+    "1gpu_standard": (1, "<1", "a first look on one GPU", "tiny", NARROW | dict(global_batch=16)),
+    "1gpu_17m": (1, "0.2", "a small encoder worth using", "17m", {}),
+    "8gpu_base": (8, "0.5", "ModernBERT-base from scratch", "base", {}),
+    "8gpu_large": (8, "2.9", "ModernBERT-large from scratch", "large", {}),
 }
-RECIPES = SIZES | {name: SIZES[size] | flags for name, (_, _, size, flags) in PRESETS.items()}
+RECIPES = SIZES | {name: SIZES[size] | flags for name, (*_, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15  # fraction of the tokens that evaluations mask
 BETAS = 0.9, 0.95
 
@@ -71,18 +72,19 @@ def list_presets():
     """Print a table of the presets and a command for each. Only one process per node prints."""
     if local_rank() > 0:
         return
-    print(f"{'preset':20} {'layers':>6} {'heads':>6} {'width':>6} {'batch':>6} {'length':>9} {'lr':>6}  "
-          "use case")
+    print(f"{'preset':18} {'layers':>6} {'heads':>5} {'width':>5} {'batch':>5} {'length':>9} {'lr':>6} "
+          f"{'hours':>5}  use case")
     commands = []
-    for name, (gpus, use, size, _) in PRESETS.items():
+    for name, (gpus, hours, use, size, _) in PRESETS.items():
         row = RECIPES[name]
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
-        print(f"{name:20} {row['n_layer']:6} {row['n_head']:6} {row['d_model']:6} {row['global_batch']:6} "
-              f"{length:>9} {row['lr']:6g}  {use}")
+        print(f"{name:18} {row['n_layer']:6} {row['n_head']:5} {row['d_model']:5} {row['global_batch']:5} "
+              f"{length:>9} {row['lr']:6g} {hours:>5}  {use}")
         source = " --data imdb" if size == "tiny" else ""  # larger sizes keep FineWeb-Edu
         commands.append(f"torchrun --nproc_per_node={gpus} {sys.argv[0]} --preset {name}{source}")
-    print("\nPresets up to width 24 use the learning rate, warm-up and context of --size tiny, which were "
-          "tuned for width 128.\nChange them with --lr, --warmup and --seq-len.\n")
+    print("\nhours: predicted, with one H200 for each process of the command below.\n"
+          "Presets up to width 24 use the learning rate, warm-up and context of --size tiny, which were\n"
+          "tuned for width 128. Change them with --lr, --warmup and --seq-len.\n")
     print(*commands, sep="\n")
 
 

@@ -57,6 +57,11 @@ def tokens(row: dict) -> int:
     return row["steps"] * row["global_batch"] * row["seq_len"]
 
 
+def tokens_of(row: dict) -> str:
+    count = tokens(row)
+    return f"{count / 1e9:.1f} B" if count > 1e8 else f"{count / 1e6:.1f} M"
+
+
 def hours(trainer: str, size: str, gpus: int, peak: float = H200) -> float:
     """Predicted from the size that was timed. `peak` is the GPU's, in TFLOP/s."""
     row = sizes_of(trainer)[size]
@@ -86,9 +91,7 @@ def rounded(value: float) -> str:
 def line(trainer: str, size: str) -> str:
     row = sizes_of(trainer)[size]
     timed, *measured = MEASURED[trainer]
-    count = tokens(row)
-    cells = [f"{trainer} `{size}`", f"{count / 1e9:.1f} B" if count > 1e8 else f"{count / 1e6:.1f} M",
-             f"{row['steps']:,}"]
+    cells = [f"{trainer} `{size}`", tokens_of(row), f"{row['steps']:,}"]
     cells += [f"{measured[0]:,}", measured[1]] if size == timed else ["", ""]
     cells += [rounded(memory(trainer, size)), *(rounded(hours(trainer, size, gpus)) for gpus in (1, 8))]
     return f"| {' | '.join(cells)} |"

@@ -429,6 +429,68 @@ def test_steps():
     assert done.code == 0 and re.search(r"^gpt2: .* ratio [\d.]+, 95 % interval", done.out, re.M), done.out
 
 
+# Sizes in the table of docs/clusters.md: tokens, steps, three cells measured or not, GB, hours on 1 and 8
+COSTS = re.findall(r"^\| (?:GPT-2|HRM|MLM) `(?P<size>[\w-]+)` \| (.+) \|$",
+                   (ROOT / "docs" / "clusters.md").read_text(), re.M)
+TRAINER_OF = {size: name for name in ("gpt2", "hrm", "mlm")
+              for size in importlib.import_module(f"train_{name}").SIZES if size not in ("tiny", "puzzle")}
+
+
+@pytest.mark.parametrize("size, cells", [pytest.param(*row, marks=[pytest.mark.full] * (row[0] != "gpt2"))
+                                         for row in COSTS])
+def test_the_table_of_costs_is_what_cost_says(size, cells):
+    """A size that was not timed has nothing in the measured columns."""
+    cost = module_of("cost")
+    trainer = TRAINER_OF[size]
+    tokens, steps, speed, gb, _, one, eight = cells.split(" | ")
+    row = cost.sizes_of(trainer)[size]
+    assert (tokens, steps) == (cost.tokens_of(row), f"{row['steps']:,}")
+    timed, *measured = cost.MEASURED[trainer]
+    assert [speed, gb] == ([f"{measured[0]:,}", measured[1]] if size == timed else ["", ""])
+    assert [one, eight] == [cost.rounded(cost.hours(trainer, size, gpus)) for gpus in (1, 8)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size, cells", COSTS)
+def test_the_memory_in_the_table_of_costs_is_what_cost_says(size, cells):
+    cost = module_of("cost")
+    assert cells.split(" | ")[4] == cost.rounded(cost.memory(TRAINER_OF[size], size))
+
+
+def test_the_table_of_costs_has_each_size():
+    assert {size for size, _ in COSTS} == TRAINER_OF.keys()
+
+
+@pytest.mark.full
+def test_the_hours_of_presets_are_what_cost_says():
+    import train_mlm
+    cost = module_of("cost")
+    for gpus, hours, _, size, _ in train_mlm.PRESETS.values():
+        predicted = cost.hours("mlm", size, gpus)
+        assert predicted < 1 if hours == "<1" else hours == cost.rounded(predicted), (size, hours)
+
+
+@pytest.mark.full
+def test_cost():
+    done = run(0, "bench/cost.py", "mlm", "tiny")
+    row = "| mlm `tiny` | 3.3 M | 400 |  |  | < 0.1 | < 0.1 | < 0.1 |"
+    assert done.code == 0 and row in done.out, done.out
+    done = run(0, "bench/cost.py", "mlm", "tinny")
+    assert done.code == 1 and "tinny" in done.out and "tiny, 17m, base" in done.out, done.out
+
+
+@pytest.mark.full
+def test_scaling(shards):
+    done = run(0, "bench/scaling.py", "train_gpt2.py", "--processes=1,2", "--steps=2", "--", "--data", shards,
+               "--seq-len=32", "--d-model=32", "--n-layer=1", "--batch=2", "--global-batch=4",
+               "--precision=fp32")
+    rows = re.findall(r"^\| (\d) \| 2 x (\d) x (\d) \| float32 \| [\d,]+ \| [\d,]+ \| (\d+)% \|", done.out,
+                      re.M)
+    assert done.code == 0 and [row[:3] for row in rows] == [("1", "2", "1"), ("2", "1", "2")], done.out
+    assert rows[0][3] == "100" and f"torch {torch.__version__}" in done.out, done.out
+
+
 @pytest.mark.full
 def test_curves(tmp_path, corpus):
     """A row for each of ten evaluations, and the rates of a small model; nanoGPT's recipe needs its code."""
