@@ -1,4 +1,3 @@
-"""Several processes: heartbeat.py (which one is lost), diagnosis.py (what an error means), dry_run.py
-(--dry-run), late.py (--comm late); roll_call.py gathers several nodes, and runs as a script, too, without
-torch.
+"""Several processes: heartbeat.py says which one is lost, diagnosis.py what an error means. dry_run.py is
+--dry-run, late.py is --comm late. roll_call.py gathers several nodes; it's also a script, without torch.
 """

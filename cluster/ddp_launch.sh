@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Starts a trainer on this node. The same line on every node, only NODE_RANK differs:
+# Starts a trainer on this node. Run the same line on every node, each with its own NODE_RANK:
 #
 #   MASTER_ADDR=192.168.50.10 MASTER_PORT=29500 NNODES=5 NODE_RANK=0 GPUS_PER_NODE=1 \
 #       cluster/ddp_launch.sh train_gpt2.py --size gpt2
 #
-# MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE, the processes to
-# start here, may differ between nodes. First all nodes meet, or it is said who is missing after
-# PREFLIGHT_TIMEOUT (120) seconds. Exit code 2: a variable or a flag is wrong. 1: the nodes did not meet, or
-# the run has failed; the same line resumes from the newest checkpoint, so a loop around it brings a node back
-# (trainer@.service, README).
+# MASTER_ADDR is the IPv4 address of node 0, which writes the checkpoints. GPUS_PER_NODE is the number of
+# processes to start here; it may differ between nodes. First all nodes meet. After PREFLIGHT_TIMEOUT (120)
+# seconds the launcher says which are missing. Exit code 2: a variable or a flag is wrong. 1: the nodes did not
+# meet, or the run failed. The same line resumes from the newest checkpoint, so a loop around it brings a node
+# back, as in trainer@.service.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -euo pipefail
 
@@ -37,13 +37,13 @@ number PREFLIGHT_TIMEOUT 1 86400
 (($# > 0)) || fail "no script is named: ddp_launch.sh train_gpt2.py --size gpt2"
 if [[ ! -f $1 ]] && command -v "$1" >/dev/null; then
     words=("${@:2}")
-    fail "$1 is a program and not a script of the trainers: start it alone, in Docker with \
+    fail "$1 is a program, not a trainer: start it alone, in Docker with \
 docker compose run --rm --entrypoint $1 trainer ${words[*]@Q}"
 fi
 [[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
 
-here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")") # also where this is a symbolic link
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")") # also if this is a symbolic link
 interface=$(python3 "$here/roll_call.py" "$MASTER_ADDR" "$((10#$MASTER_PORT))" \
     "$((10#$NNODES))" "$((10#$NODE_RANK))" "$((10#$GPUS_PER_NODE))" "$((10#$PREFLIGHT_TIMEOUT))")
 if ((10#$NNODES > 1)) && [[ -n $interface ]]; then
@@ -51,15 +51,14 @@ if ((10#$NNODES > 1)) && [[ -n $interface ]]; then
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
 fi
 
-# torchrun's own restarts (PET_MAX_RESTARTS) come back with gloo only if each has a store of its own
+# With gloo, torchrun's own restarts (PET_MAX_RESTARTS) work only if each has its own store
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# how long torchrun leaves its processes after SIGTERM, for a checkpoint
+# After SIGTERM, torchrun gives its processes so many seconds to write a checkpoint
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-50}
-# Static rendezvous: rank 0 is always on node 0. SIGUSR1, SIGUSR2 and SIGXCPU would otherwise end torchrun and
-# nothing else.
-# torchrun's own exit code is 1 whatever happened; that of the process that failed first tells a mistake (2)
-# from what may go well at the next try.
-# A torchrun that a signal ends does not come to the barrier at which the others wait for it, five minutes.
+# Static rendezvous: rank 0 is always on node 0. Without --signals-to-handle, SIGUSR1, SIGUSR2 and SIGXCPU would
+# end only torchrun.
+# torchrun always exits with 1. The first failed process tells a mistake (2) from what may work at the next try.
+# If a signal ends a torchrun, the others wait for it at a barrier: for 20 s instead of five minutes.
 exec python3 -P -c 'import functools, sys
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""What an error means that nobody raised on purpose, and processes that know nothing of each other."""
+"""Explains unforeseen errors, and refuses processes that were started without knowing of each other."""
 
 import os
 import re
@@ -9,30 +9,30 @@ import torch.distributed as dist
 
 from cli.errors import UserError, first_line, from_launcher
 
-# what started several processes, by the variable in which it tells each their number
+# Programs that start several processes, by the variable with the number of processes
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
             "MV2_COMM_WORLD_SIZE": "mpirun_rsh", "PALS_LOCAL_SIZE": "mpiexec", "JSM_NAMESPACE_SIZE": "jsrun",
             "FLUX_JOB_SIZE": "flux run"}
 
 
 def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, str] | None:
-    """What ddp_utils.ending_of returns, where the cause of an unforeseen error is known, else None. Shows its
-    traceback, too, where the cause is no more than a guess.
+    """Returns what ddp_utils.ending_of returns if the cause of an unforeseen error is known, else None. Shows
+    the traceback, too, if the cause is a guess.
     """
     code = 1
-    # whether a lost or late process caused it, rather than a mistake in this one
+    # whether a lost or late process may have caused it
     from_backend = isinstance(error, RuntimeError) and re.search("gloo|pair closure|NCCL", str(error))
     if (asked := memory_asked_for(error)) is not None:
         reason = (f"out of memory{asked}: the same command with --dry-run says what fits, "
-                  "such as a smaller --batch or --checkpoint-activations block.")
+                  "for example a smaller --batch or --checkpoint-activations block.")
     elif lacks_compiler(error):
         code = 2
-        reason = ("blocks are compiled, as on GPUs by default, which needs a compiler and Python's headers: "
+        reason = ("blocks are compiled, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
     elif isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
         show_traceback(error)
-        reason = ("a gradient is None: optimizer_step clears them, so take their norms before it, and log "
-                  "them as docs/changing.md shows.")
+        reason = ("a gradient is None: optimizer_step clears them. Take their norms before it, and log them "
+                  "as docs/changing.md shows.")
     elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
     elif cause := heartbeat.ask():
@@ -46,13 +46,13 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
 
 
 def lacks_compiler(error: BaseException) -> bool:
-    """Whether the error says that Inductor or Triton found no compiler, or the compiler no Python.h."""
+    """Whether Inductor or Triton found no compiler, or the compiler found no Python.h."""
     return bool(re.search(r"InvalidCxxCompiler|Failed to find C compiler|Python\.h: No such|"
                           r"Command '\['[^']*(gcc|clang|cc)'", str(error)))
 
 
 def memory_asked_for(error: BaseException) -> str | None:
-    """The size of a failed allocation, or "" if the error does not give it; None for other errors."""
+    """The size of a failed allocation, "" if the error doesn't give it. None for other errors."""
     text = str(error)
     lacked = "out of memory" in text.lower() or "DefaultCPUAllocator" in text
     if not lacked and not isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -64,24 +64,24 @@ def memory_asked_for(error: BaseException) -> str | None:
 
 
 def refuse_lone_tasks():
-    """UserError in one of several processes that know nothing of each other: each would train alone."""
+    """Raises UserError in a process that was started beside others without torchrun's variables."""
     for name, starter in STARTERS.items():
         tasks = from_launcher(name)
         if "RANK" not in os.environ and tasks > 1:
             raise UserError(
-                f"{starter} has started {tasks} processes ({name}), each of which would train alone: let "
-                "torchrun start them, on one machine with "
-                f"`torchrun --nproc_per_node={tasks} {sys.argv[0]} …` instead, on several with "
-                f"`sbatch cluster/slurm.sbatch {sys.argv[0]} …` or, on each, "
+                f"{starter} has started {tasks} processes ({name}), and each would train alone: start "
+                "them with torchrun instead. On one machine: "
+                f"`torchrun --nproc_per_node={tasks} {sys.argv[0]} …`. On several: "
+                f"`sbatch cluster/slurm.sbatch {sys.argv[0]} …`, or on each "
                 "cluster/ddp_launch.sh.")
 
 
 CARD = "the network card that leads to the other nodes (`ip -4 addr`), and open the firewall between them"
-# what to do where the first collective of a backend fails
+# What to do if the first collective of a backend fails
 WHEN_CUT_OFF = {
-    "alone": "turn its network interface on (`sudo ip link set lo up`), and unset GLOO_SOCKET_IFNAME if you "
-             "have set it.",
+    "alone": "turn its network interface on (`sudo ip link set lo up`), and unset GLOO_SOCKET_IFNAME if "
+             "it's set.",
     "gloo": f"set GLOO_SOCKET_IFNAME on each node to {CARD}.",
-    "nccl": "NCCL_DEBUG=INFO says more; give each process a GPU of its own, set NCCL_SOCKET_IFNAME on each "
-            f"node to {CARD}, or use --backend gloo, with --strategy ddp or zero1, which is slower but needs "
-            "neither NCCL nor its access to the GPUs."}
+    "nccl": "NCCL_DEBUG=INFO says more. Give each process its own GPU, set NCCL_SOCKET_IFNAME on each "
+            f"node to {CARD}. Or use --backend gloo with --strategy ddp or zero1: it's slower, but doesn't "
+            "need NCCL."}

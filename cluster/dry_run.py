@@ -1,4 +1,4 @@
-"""--dry-run of the trainers: how much memory each process would need."""
+"""--dry-run: how much memory each process would need."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:
-    """How many ids a trainer's --data and --tokenizer have, [MASK] included, before anything is prepared."""
+    """How many ids --data and --tokenizer will have, with [MASK], before anything is prepared."""
     if manifest := read_manifest(directory_of(data, tokenizer_name)):
         return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
     name = tokenizer_name or default_tokenizer(data)
@@ -35,10 +35,10 @@ def expected_ids(data: str, tokenizer_name: str | None) -> int:
 
 
 class _Alive(TorchDispatchMode):
-    """Records the storage of each computed tensor, in compiled blocks too, without keeping it alive."""
+    """Records the storage of each computed tensor, also in compiled blocks, without keeping it alive."""
 
     supports_higher_order_operators = True
-    ignore_compile_internals = classmethod(lambda cls: True)  # otherwise Dynamo compiles nothing in a mode
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing in a mode
 
     def __init__(self):
         super().__init__()
@@ -65,15 +65,15 @@ def activation_bytes(loss, others) -> int:
 
 def kept_for_backward(model_class: type, config, device: torch.device, dtype: torch.dtype,
                       checkpointing: str, inputs: dict, compiled: bool) -> int:
-    """Bytes of activations that the backward pass of a model needs, counted on tensors that have a shape but
-    no memory. `inputs` are the arguments of forward; only their types and shapes matter. With `compiled`,
-    counts what compiled blocks keep; they recompute cheap operations in any mode.
+    """Counts the bytes of activations that a model's backward pass needs, on tensors that have a shape but no
+    memory. `inputs` are the arguments of forward; only their types and shapes matter. With `compiled`, counts
+    what compiled blocks keep: they recompute cheap operations in any mode.
     """
     if hasattr(config, "dropout"):  # attention with dropout keeps T x T probabilities, but only on CPUs
         config = replace(config, dropout=0.0)
     with torch.device("meta"):
         model = model_class(config)
-    # nothing is computed, so the loss need not be split into rows that fit a cache
+    # nothing is computed, so don't split the loss into rows that fit a cache
     unsplit = mock.patch.object(cross_entropy, "LOSS_CACHE", 2**40)
     with FakeTensorMode(allow_non_fake_inputs=True), unsplit:
         model.to_empty(device="cpu")
@@ -87,11 +87,12 @@ def kept_for_backward(model_class: type, config, device: torch.device, dtype: to
 
 def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
               activations: int) -> dict[str, float]:
-    """Peak bytes in each process, by type, with `strategy` instead of --strategy. zero2 and zero3 hold their
-    shards, gathered parameters, and the gradients of one block and of parameters outside blocks. zero2
-    gathers all parameters, zero3 those of two blocks (one is prefetched) and those outside blocks. With the
-    other strategies, the largest gradient exists twice for a while, as parts from embedding and head, and
-    before there is optimizer state, `warm_up` holds each gradient twice.
+    """Returns the peak bytes in each process, by type, with `strategy` instead of --strategy.
+
+    zero2 and zero3 hold their shards, gathered parameters, and the gradients of one block and of parameters
+    outside blocks. zero2 gathers all parameters. zero3 gathers two blocks (one is prefetched) and parameters
+    outside blocks. With the other strategies, the largest gradient exists twice for a while, as parts from
+    embedding and head. `warm_up`, which runs before there is optimizer state, holds each gradient twice.
     """
     largest_one = 4 * max(p.numel() for p in model.parameters())
     blocks = [4 * num_params(block) for block in blocks_of(model)]
@@ -113,7 +114,7 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
             "other": averaged + late, "activations": activations}  # the first late: copies
 
 
-USABLE = {"cuda": 0.92, "cpu": 0.85}  # of a process's memory; the rest: libraries, fragmentation
+USABLE = {"cuda": 0.92, "cpu": 0.85}  # share of a process's memory; libraries, fragmentation take the rest
 
 
 def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool:
@@ -121,26 +122,26 @@ def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool
 
 
 def empty_model(model_class: type, args: Namespace) -> nn.Module:
-    """The model that the flags of a trainer ask for, on the meta device."""
+    """Makes the model that a trainer's flags ask for, on the meta device."""
     ids = expected_ids(sources_of(args.data)[0], args.tokenizer)
-    ids = args.vocab_size or pad_vocab(ids - (not issubclass(model_class, MLM)))  # which alone has [MASK]
+    ids = args.vocab_size or pad_vocab(ids - (not issubclass(model_class, MLM)))  # only MLM has [MASK]
     flags = flags_of_model(model_class.Config, args)
     with torch.device("meta"):
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
 def before_data(run, example: dict) -> int:
-    """How many tokens of a source on the hub are worth preparing: 20 for each parameter of the model. Before
-    they are prepared for training on GPUs, warns if that does not fit; UserError if it is far from it.
-    `run` is a ddp_utils.Run.
+    """Returns how many tokens of a source on the hub to prepare: 20 for each parameter of the model. Before
+    data are prepared for training on GPUs, warns if the model doesn't fit, and raises UserError if it needs
+    more than 1.3 times the memory. `run` is a ddp_utils.Run.
     """
     args, world = run.args, run.world
     unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
     if world.is_rank0 and world.device.type == "cuda" and not unasked:
         said = []
-        with contextlib.suppress(TypeError):  # of `dummy_inputs` with arguments of its own
+        with contextlib.suppress(TypeError):  # `dummy_inputs` of a user's model may want other arguments
             share = dry_run(run.model_class, args, said.append, **example)
-            torch.compiler.reset()  # what was compiled for counting is not what will run
+            torch.compiler.reset()  # what was compiled for counting won't run
             text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
             if share > 1.3:
                 raise UserError(text)
@@ -150,8 +151,8 @@ def before_data(run, example: dict) -> int:
 
 
 def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
-    """--dry-run: says the memory that each process would need with each strategy, and whether it fits.
-    Returns the part that --strategy needs.
+    """Prints the memory that each process would need with each strategy, and whether it fits. Returns the
+    share of the memory that --strategy needs.
     """
     if from_launcher("RANK") > 0:
         return 0
@@ -170,7 +171,7 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     device = torch.device("cuda" if gpus else "cpu")
     labels = inputs["labels" if "labels" in inputs else "targets"].numel()
     logits = cross_entropy.logits_bytes(labels, model.config.padded_vocab, dtype, compiled)
-    kept = {}  # activations by mode, the fastest first
+    kept = {}  # bytes of activations by mode, the fastest mode first
     without = ""
     for other in ("none", "selective", "block"):
         try:
@@ -179,7 +180,7 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
         except Exception as error:  # such as shapes that depend on the data
             if other == mode:
                 without = " without the activations of blocks"
-                say(f"WARNING: activations of blocks are not counted ({first_line(error)}), so leave room "
+                say(f"WARNING: activations of blocks are not counted ({first_line(error)}): leave room "
                     "for them")
     activations = kept.get(mode, logits)
     say(wrapped(f"""machine
@@ -204,7 +205,7 @@ memory of a process in GB"""))
         say(f"{strategy:13}" + "".join(f"{n / 1e9:{width}.2f}" for n, width in numbers)
             + f"{'yes' if strategy in fitting else 'no':>5}")
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
-    twice = gpus and f" to {2 * file:.2f}" or ""  # torch rounds pinned memory up to powers of two
+    twice = gpus and f" to {2 * file:.2f}" or ""  # torch rounds pinned memory up to a power of two
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
         f"{args.keep_last}, the best and the one being written, and {file:.2f}{twice} GB of rank 0's host "
         "memory")
@@ -224,11 +225,11 @@ memory of a process in GB"""))
 
 
 def machine(text: str, gpus: bool) -> tuple[int, float]:
-    """Processes and GB of memory for each: '8x141' → (8, 141.0), '' → those that torchrun started here."""
+    """Processes and the GB of each: '8x141' → (8, 141.0), '' → the processes that torchrun started here."""
     if text:
         match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", text)
         if not match:
-            raise UserError(f"--dry-run {text} is not GPUs and the GB of each, such as 8x141.")
+            raise UserError(f"--dry-run {text} is not GPUs x GB of each: give 8x141, for example.")
         return int(match[1]), float(match[2])
     if gpus:
         total = torch.cuda.get_device_properties(0).total_memory

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from cli.errors import HOST, RetryableError, RunError, UserError, access, from_launcher, listed
 from cluster import roll_call
 
-OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # which torchrun sets, too
-_joins = itertools.count()  # in this process, which may call main() again
+OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # torchrun sets these, too
+_joins = itertools.count()  # this process may call main() again
 WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
 
 
 def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
-    """Rank, world size, the store at MASTER_ADDR and, if there are other ranks, the heartbeat of this one."""
+    """Returns rank, world size, the store at MASTER_ADDR, and this rank's heartbeat if there are others."""
     env = os.environ
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_NODES):
         value = env.get(name) or "1" * (name in OF_NODES)
         if not value or name != "MASTER_ADDR" and not value.isdecimal():
             raise UserError(f"{name} is not {'a number' if value else 'set'}: start with torchrun, or give "
-                            "each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or for a single one "
+                            "each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For a single one, "
                             "`unset RANK WORLD_SIZE`.")
     rank, world_size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world_size:
@@ -35,24 +35,24 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     if port > 65535 or port == 0 and world_size > 1:
         raise UserError(f"MASTER_PORT={port} is not from 1 to 65535: choose one, the same for all processes.")
     where = f"{env['MASTER_ADDR']}:{port}"
-    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # otherwise torchrun does
+    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     try:
         store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
                               wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the port of {where} is in use here: end what uses it, or choose another MASTER_PORT."
                        if "EADDRINUSE" in str(error) else
-                       f"rank {rank} found no rank 0 at {where} within {timeout:g} s: see what rank 0 says; "
-                       "if nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
+                       f"rank {rank} found no rank 0 at {where} within {timeout:g} s: read what rank 0 says. "
+                       "If it says nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
     store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}", store)
     heartbeat = None
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:
             raise UserError(f"RANK={rank} was given to two processes: give each its own."
                             if "TORCHELASTIC_RUN_ID" not in env else
-                            "torchrun has started the processes again after a node came or went, and its "
-                            "store still holds those of before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-                            "on every node before torchrun, and start again; a run resumes from its newest "
+                            "torchrun has started the processes again after a node came or went, but its "
+                            "store still holds the old ones: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+                            "every node before torchrun, then start again. The run resumes from its newest "
                             "checkpoint.")
         several_nodes = world_size > from_launcher("LOCAL_WORLD_SIZE", 1)
         address = address_towards(env["MASTER_ADDR"]) if several_nodes else None
@@ -63,9 +63,9 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
 
 
 def address_towards(address: str) -> str:
-    """This machine's IPv4 address on the way to that one, "" if it is not known or no other machine's way."""
+    """The IPv4 address with which this machine reaches another one, "" if unknown or if it's a loopback."""
     own = ""
-    with suppress(roll_call.Problem):  # as with IPv6
+    with suppress(roll_call.Problem):  # with IPv6, for example
         own = roll_call.address_towards(address)
     return "" if own.startswith("127.") else own
 
@@ -74,10 +74,10 @@ def address_towards(address: str) -> str:
 class Heartbeat:
     """Shows the other ranks that this one is alive, and finds the rank that made a collective fail.
 
-    A thread writes `name|time|state` to the store every BEAT seconds; the state is empty, `failed` or
-    `ended`. A rank that fails leaves its reason in the store. A rank whose collective fails looks for that
-    reason, then for ranks whose time stands still, then for busy ranks, whose state is not `failed`. The
-    first rank to find the cause publishes it, so that all ranks print the same sentence.
+    A thread writes `name|time|state` to the store every BEAT seconds. The state is empty, `failed` or
+    `ended`. A rank that fails leaves its reason in the store. If a collective fails on a rank, it looks for
+    that reason, then for ranks with a time that stands still, then for busy ranks, with a state other than
+    `failed`. The first rank that finds the cause publishes it, so all ranks print the same sentence.
     """
 
     BEAT = 1.0  # seconds
@@ -89,13 +89,13 @@ class Heartbeat:
     where: str
     timeout: float
     leaves_last: bool  # because this process or machine hosts the store
-    address: str | None  # of this machine on the way to node 0, if there are several nodes
+    address: str | None  # with which this machine reaches node 0, if there are several nodes
 
     def __post_init__(self):
-        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # a connection of its own
+        self.store = dist.PrefixStore("heartbeat", self.server.clone())  # its own connection
         self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK') or 0} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
-        self.cause = self._own_cause = ""  # the sentence in the store, and this rank's candidate for it
+        self.cause = self._own_cause = ""  # the store's sentence, and this rank's proposal
         self._state = ""
         self._waits = itertools.count()  # numbers the calls of run_and_wait, the same on all ranks
         self._seen = {}
@@ -105,8 +105,8 @@ class Heartbeat:
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
     def wait_for_all(self):
-        """Raises RunError if a rank does not show up within the timeout, and UserError on a rank with another
-        WORLD_SIZE than the first. Then chooses gloo's network card.
+        """Waits for all ranks, then chooses gloo's network card. Raises RunError if a rank does not come
+        within the timeout, and UserError if WORLD_SIZE differs from the first rank's.
         """
         size = self.store.compare_set("world size", "", f"{self.world_size}").decode()
         if size != f"{self.world_size}":
@@ -125,17 +125,17 @@ class Heartbeat:
         if self.address is None:
             return
         # By default gloo takes the interface of this machine's name, which is 127.0.1.1 on Debian and Ubuntu.
-        # `address` is "" where MASTER_ADDR is this machine's name: then that on the way to another node.
+        # `address` is "" if MASTER_ADDR is this machine's name: take the interface towards another node.
         own = self.address or address_towards(self.server.get("a node's address").decode())
         if interface := roll_call.interface_of(own):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def refuse_other_backends(self, backend: str):
-        """Raises UserError on all ranks if some have chosen another one, with which they would hang."""
+        """Raises UserError on all ranks if they have chosen different backends, because they would hang."""
         self.run_and_wait(self.add, backend, 1)
         if (same := self.add(backend, 0)) < self.world_size:
             raise UserError(f"rank {self.rank} is one of {same} among {self.world_size} that use {backend}: "
-                            "see with nvidia-smi which nodes have no GPU, or give all of them --device cpu.")
+                            "find the nodes without a GPU with nvidia-smi, or give all of them --device cpu.")
 
     def run_and_wait(self, function, *args):
         """See ddp_utils.run_and_wait."""
@@ -159,7 +159,7 @@ class Heartbeat:
         return result
 
     def watch(self, function):
-        """Returns function(). RunError as soon as another rank has failed meanwhile."""
+        """Returns function(). Raises RunError as soon as another rank fails."""
         running = futures.ThreadPoolExecutor(1).submit(function)
         while not running.done():
             self.raise_if_lost()
@@ -167,7 +167,7 @@ class Heartbeat:
         return running.result()
 
     def raise_if_lost(self):
-        """RunError if a rank failed or was silent for `timeout`. For loops that wait without a collective."""
+        """Raises RunError if a rank failed or was silent for `timeout`. For loops without a collective."""
         now = time.monotonic()
         if self.cause:
             raise RunError(self.cause)
@@ -180,7 +180,7 @@ class Heartbeat:
             raise RunError(self._lost(silent))
 
     def ask(self) -> str:
-        """Why a collective failed, in one sentence, or "" if unknown. Takes some seconds."""
+        """Says in one sentence why a collective failed, "" if unknown. Takes some seconds."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
         try:
             self.call(self._find_cause, timeout=self.PATIENCE + 3 * self.BEAT)
@@ -189,11 +189,11 @@ class Heartbeat:
             return str(error)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter in the store; returns the sum."""
+        """Adds to a counter in the store and returns the sum."""
         return self.call(self.store.add, key, amount)
 
     def call(self, function, *args, timeout: float = 0):
-        """Returns function(*args), whose store calls never time out. RunError if it fails or is too slow."""
+        """Returns function(*args), which calls the store. Raises RunError if it fails or is too slow."""
         answer = []
 
         def attempt():
@@ -206,11 +206,11 @@ class Heartbeat:
         if answer:
             return answer[0]
         raise RunError(self.cause or (
-            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or the "
-            f"machine or the network to it is down): {WAY_BACK}."))
+            f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or its "
+            f"machine or network is down): {WAY_BACK}."))
 
     def stop(self, reason: str):
-        """Ends the heartbeat, once, publishing `reason` if any. The store's host leaves last."""
+        """Ends the heartbeat and publishes `reason`, if there is one. The store's host leaves last."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -220,7 +220,7 @@ class Heartbeat:
         with suppress(RunError):
             self.call(self._beat, timeout=2 * self.BEAT)
         deadline = time.monotonic() + (2 * self.BEAT if self.cause else 30)
-        with suppress(RunError):  # it hosts the store of those that still wait in `run_and_wait`
+        with suppress(RunError):  # others may still wait in `run_and_wait` and need the store
             while self.leaves_last and time.monotonic() < deadline:
                 beats = self.call(self.store.multi_get, self.keys, timeout=self.PATIENCE)
                 if all(beat.endswith(b"|ended") for beat in beats):
@@ -241,7 +241,7 @@ class Heartbeat:
         return listed([beat.decode().partition("|")[0] for beat in beats])
 
     def _lost(self, beats: list[bytes]) -> str:
-        return (f"{self._names(beats)} stopped responding (the process, its machine or the network to it is "
+        return (f"{self._names(beats)} stopped responding (the process, its machine or its network is "
                 f"down): {WAY_BACK}.")
 
     def _find_cause(self):
@@ -259,4 +259,4 @@ class Heartbeat:
             if time.monotonic() > deadline:  # the next beat publishes the cause
                 self._own_cause = self._lost(silent) if silent else (
                     f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
-                    "alive: busy for longer, or cut off from other ranks; look there, or raise --timeout.")
+                    "alive, so it was busy or cut off from other ranks: look there, or raise --timeout.")

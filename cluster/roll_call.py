@@ -1,13 +1,14 @@
-"""Gathers all nodes before torchrun starts, so that a problem is one sentence, not ten minutes of silence.
+"""Gathers all nodes before torchrun starts, to name a problem in one sentence, not after ten silent minutes.
 
     python3 roll_call.py ADDR PORT NNODES NODE_RANK GPUS_PER_NODE SECONDS
 
-Node 0 listens at ADDR:PORT until every NODE_RANK has connected once; the other nodes connect to it.
-torchrun's static rendezvous notices neither a missing nor a repeated node; both end in a time-out that names
-nobody. Prints the network interface that leads to the other nodes, for gloo and NCCL, which guess wrongly
-where /etc/hosts gives this machine the address 127.0.1.1. If something is wrong, exits with one sentence and
-code 1, or 2 if no later try can go well. Ends within SECONDS on node 0, and within about twice that
-elsewhere. Needs nothing but Python; ddp_utils.py uses it too, for torchrun without the launcher.
+Node 0 listens at ADDR:PORT until every NODE_RANK has connected once. The other nodes connect to it.
+torchrun's own rendezvous doesn't notice a missing or repeated node: it times out and names nobody.
+
+Prints the network interface that leads to the other nodes, for gloo and NCCL. They guess wrong if /etc/hosts
+gives this machine the address 127.0.1.1. If something is wrong, prints one sentence and exits with code 1, or
+with 2 if trying again cannot help. Ends within SECONDS on node 0, and within about twice that elsewhere.
+Needs only Python. ddp_utils.py uses it too, for torchrun without the launcher.
 """
 
 import contextlib
@@ -41,18 +42,18 @@ def is_ours(address: str) -> bool:
 
 
 def address_towards(address: str) -> str:
-    """This machine's IPv4 address from which packets to that address or name leave."""
+    """This machine's IPv4 address for packets to another address or name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError as error:
-            raise Problem(f"this machine has no way to MASTER_ADDR {address} ({error.strerror}): give it an "
+            raise Problem(f"this machine cannot reach MASTER_ADDR {address} ({error.strerror}): give it an "
                           "address in the same network, see `ip addr`.") from None
         return probe.getsockname()[0]
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this IPv4 address of this machine, '' if it is not known."""
+    """The interface with this IPv4 address, '' if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
@@ -63,23 +64,23 @@ def interface_of(address: str) -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Makes a connection fail within 20 s of the other machine's death, even if it is never closed."""
+    """Makes a connection fail within 20 s if the other machine dies without closing it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
     for option, value in options.items():
-        if hasattr(socket, option):  # macOS calls the first like the second
+        if hasattr(socket, option):  # macOS calls the first one like the second
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds: float) -> None:
-    """Node 0: waits until every NODE_RANK has connected, then sends all nodes "go" or the problem. `name` is
-    MASTER_ADDR as it was given.
+    """On node 0: waits until every NODE_RANK has connected, then sends all nodes "go" or the problem. `name`
+    is MASTER_ADDR as given.
     """
     try:
         server = socket.create_server(("", port))
     except OSError as error:
-        way_out = (f"end what listens there (`ss -ltnp | grep {port}`), perhaps an earlier run, or choose "
-                   "another on all nodes" if error.errno == errno.EADDRINUSE else "choose another one")
+        way_out = (f"end what listens there (`ss -ltnp | grep {port}`), maybe an earlier run, or choose "
+                   "another one on all nodes" if error.errno == errno.EADDRINUSE else "choose another one")
         raise Problem(f"MASTER_PORT {port} cannot be used on node 0 ({os.strerror(error.errno)}): "
                       f"{way_out}.") from None
     here = {0: (socket.gethostname(), gpus, None)}  # rank: host, GPUs, connection
@@ -99,8 +100,8 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
             bad = f"NNODES is {nodes} on node 0 and {hello['nodes']} on node {rank}, {host}: make them equal."
         elif address.startswith("127.") and not peer[0].startswith("127."):
             bad = (f"MASTER_ADDR is {name} on node 0, which only that machine itself can reach, not node "
-                   f"{rank}, {host}: give node 0, too, the address of its network card, see `ip -4 addr` "
-                   "there.")
+                   f"{rank}, {host}: set it to the address of node 0's network card there, too, see "
+                   "`ip -4 addr`.")
         else:
             keep_alive(connection)
             here[rank] = (host, hello["gpus"], connection)
@@ -118,11 +119,11 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
             if left <= 0:
                 missing = [f"node {rank}" for rank in range(nodes) if rank not in here]
                 raise Problem(f"{', '.join(missing)} {'have' if len(missing) > 1 else 'has'} not come within "
-                              f"{seconds:g} s: start ddp_launch.sh there too, with MASTER_ADDR and "
-                              "MASTER_PORT of node 0, and look at the firewall.")
+                              f"{seconds:g} s: start ddp_launch.sh there, too, with node 0's MASTER_ADDR "
+                              "and MASTER_PORT, and check the firewall.")
             readable = select.select([server, *connections()], [], [], left)[0]
             for connection in readable:
-                if connection is not server:  # a node that is here sends nothing more, so it has gone
+                if connection is not server:  # nodes send nothing more, so this one has gone
                     rank = connections()[connection]
                     say(f"node {rank} has gone again: {here.pop(rank)[0]}")
                     connection.close()
@@ -139,14 +140,14 @@ def call_roll(name: str, address: str, port: int, nodes: int, gpus: int, seconds
         for connection in connections():
             with contextlib.suppress(OSError):
                 connection.settimeout(1)
-                connection.recv(1)  # the other end closes first, so that the port is free for torchrun
+                connection.recv(1)  # the other end closes first, which frees the port for torchrun
             connection.close()
         server.close()
     say("; ".join(f"node {rank} {here[rank][0]}: {here[rank][1]} processes" for rank in range(nodes)))
 
 
 def answer(address: str, port: int, hello: dict, seconds: float) -> None:
-    """Other nodes: connect to node 0, retrying until it listens, then wait for its answer."""
+    """On other nodes: connects to node 0, retries until it listens, and waits for its answer."""
     deadline, why = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         try:
@@ -163,9 +164,9 @@ def answer(address: str, port: int, hello: dict, seconds: float) -> None:
         except OSError as error:
             why = str(error.strerror or error)
         time.sleep(0.5)
-    own = "; it is an address of this very machine" if is_ours(address) else ""
-    raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): wrong "
-                  "MASTER_ADDR or MASTER_PORT, a firewall, or node 0 was not started, or has ended.")
+    own = "; it is this machine's own address" if is_ours(address) else ""
+    raise Problem(f"node 0 at {address}:{port} did not answer within {seconds:g} s ({why}{own}): check "
+                  "MASTER_ADDR, MASTER_PORT and the firewall, and whether node 0 is still running.")
 
 
 def main() -> None:
@@ -176,16 +177,16 @@ def main() -> None:
         raise Problem(f"MASTER_ADDR {name} is not known here ({error.strerror}): give the IPv4 address of "
                       "node 0.") from None
     if nodes > 1 and address == "0.0.0.0":
-        say(f"MASTER_ADDR {name} leads to no machine: give the address of node 0's network card, the same on "
-            "all nodes, see `ip -4 addr` there.")
-        sys.exit(2)  # no later try can go well
+        say(f"MASTER_ADDR {name} leads to no machine: give the address of node 0's network card "
+            "(`ip -4 addr` there), the same on all nodes.")
+        sys.exit(2)  # trying again cannot help
     if rank == 0 and not is_ours(address):
-        raise Problem(f"MASTER_ADDR {address} is not an address of this machine, though NODE_RANK=0 says "
-                      "that it is node 0: see `ip -4 addr`, or correct NODE_RANK.")
+        raise Problem(f"MASTER_ADDR {address} is not an address of this machine, but NODE_RANK=0 makes it "
+                      "node 0: correct one of them, see `ip -4 addr`.")
     interface = interface_of(address_towards(address))
     if nodes > 1 and address.startswith("127.") and name not in (address, "localhost"):
         raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
-                      "address of its network card instead, see `ip -4 addr`.")
+                      "address of its network card, see `ip -4 addr`.")
     if rank == 0:
         call_roll(name, address, port, nodes, gpus, seconds)
     else:
