@@ -1,13 +1,13 @@
-"""What transformers and TRL make of the export of a run on pairs, way by way.
+"""Checks what transformers and TRL make of the export of a run on pairs, in each way to use it.
 
     pip install transformers trl accelerate && python bench/clients.py runs/NAME questions.jsonl
 
-The run needs its export in hf/. First, of each way to ask: the types that reach the model, and how many
-answers equal those of --prompt for the first --rows (field q). Then, of each way to tune: the types, what is
-learned of a sample, whether an answer is hidden from itself, and the loss of --others (answers) as they are
-trained and as they are generated, after --steps on answers of random letters. Nobody can know these: right is
-about 2.0, and where an answer is in sight, the first loss is near 0. To compare versions, copy this file into
-bench/ of the other one.
+The run needs its export in hf/. For each way to ask, prints the types that reach the model, and how many
+answers to the first --rows (field q) equal those of --prompt. For each way to tune, prints the types, what is
+learned of a sample, whether an answer is hidden from itself, and two losses of --others (answers) after
+--steps on answers of random letters: as trained, and as generated. Nobody can guess random letters, so about
+2.0 is right; a first loss near 0 means that the model sees the answer. To compare versions, copy this file
+into the other one's bench/.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def asked_tokens(question: str) -> int:
 
 
 def hidden(model, batch) -> bool:
-    """Whether another last token of an answer changes nothing before it."""
+    """Whether changing the last token of an answer changes nothing before it."""
     rows = {name: batch[name][:1] for name in READ if name in batch}
     last = int(rows["attention_mask"][0].nonzero().max()) - 1
     changed = rows | {"input_ids": rows["input_ids"].clone()}
@@ -149,7 +149,7 @@ def hidden(model, batch) -> bool:
 
 @torch.no_grad()
 def losses(model, trainer, pairs) -> tuple[float, float]:
-    """Of the tokens of the answers, as the trainer's batches give them, and one after the other."""
+    """Losses of the answers' tokens, in the trainer's batches, and generated one by one."""
     told, written, sign = [], [], TOKENIZER.convert_tokens_to_ids(RESPONSE)
     for batch in trainer.get_eval_dataloader():
         ids = batch["input_ids"]

@@ -1,13 +1,13 @@
-"""Two recipes for GPT-2 on the same text for the same time: validation loss over time, ours and nanoGPT's.
+"""Trains GPT-2 by our recipe and by nanoGPT's, on the same text for the same time: validation loss over time.
 
     python bench/curves.py DATA --nanogpt DIR --json FILE     # ten minutes; DATA: a prepared directory
 
-Ours is `train_gpt2.py --modern --optimizer muon`. The other is the model of nanoGPT, whose model.py lies in
-DIR, its AdamW (betas 0.9 and 0.95, decay 0.1) and its clipping at 1, with our loader and validation set. Both
-take 64 x 1024 tokens a step, warm up for a tenth of the steps, then fall as a cosine to a tenth of the rate.
-Each has the best of the same three rates for a model of 6 blocks of 384 channels and 256 tokens. Then a short
-run measures its step, and the steps of --seconds follow from that. Time is that of training steps: neither
-start nor evaluations count.
+Ours is `train_gpt2.py --modern --optimizer muon`. The other is nanoGPT's model (DIR has its model.py), its
+AdamW (betas 0.9 and 0.95, decay 0.1) and its clipping at 1, with our loader and validation set. Both take 64
+x 1024 tokens a step, warm up for a tenth of the steps, then fall as a cosine to a tenth of the rate. Each
+gets the best of the same three rates for a model of 6 blocks of 384 channels and 256 tokens. A short run then
+measures its step, which gives the number of steps for --seconds. Only training steps count, not start and
+evaluations.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TINY = {"n_layer": 1, "n_head": 2, "d_model": 32, "seq_len": 64, "batch": 32}  #
 
 
 def nanogpt(args: argparse.Namespace) -> None:
-    """A run of nanoGPT's recipe, which leaves the lines of metrics.jsonl that ours leaves."""
+    """Trains by nanoGPT's recipe, and writes lines of metrics.jsonl as ours does."""
     import torch
 
     from model import compute_dtype, learning_rate, pad_vocab
@@ -140,7 +140,7 @@ def best_rates(recipes: list[str], args: argparse.Namespace, folder: Path) -> di
 
 
 def curve(who: str, lr: float, args: argparse.Namespace, folder: Path) -> dict:
-    """A run of --seconds at this rate: what it has learned, and when."""
+    """Trains for --seconds at this rate, and returns losses over time."""
     import numpy as np
     shape = TINY if args.tiny else LARGE
     tokens = shape["batch"] * shape["seq_len"]

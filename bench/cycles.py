@@ -1,10 +1,10 @@
-"""Does an HRM answer better with more cycles? Exact matches by level of difficulty, and the picture of it:
-of all held-out samples, several runs and any cycles; what a run itself ends with is in loggers/levels.py.
+"""Does an HRM answer better with more cycles? Prints and draws exact matches by level of difficulty, for all
+held-out samples, several runs and any numbers of cycles. loggers/levels.py draws the end of a single run.
 
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle
     python bench/cycles.py runs/hrm-puzzle-task-addition-bytes --picture cycles.png
 
-The levels are the validation sets of --data. Training has those whose name begins with trained.
+The levels are the validation sets of --data. Training has those with a name that begins with trained.
 """
 
 import sys

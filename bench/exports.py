@@ -1,12 +1,12 @@
-"""What other programs make of the exports: each cell compares one of them with --prompt or --fill.
+"""Checks what other programs make of the exports: each cell compares one with --prompt or --fill.
 
     pip install transformers peft gguf xllamacpp && python bench/exports.py
     python bench/exports.py HRM MLM            # these rows only: GPT-2, --modern, HRM, MLM and cost
 
-Random models of one small shape. A share counts prompts with the same text; a difference is the largest of a
-logit (transformers, also after a merged LoRA of peft and back by --init-from) or of a log-probability
-(llama.cpp, without its flash attention). The second table is what a modern GPT-2 costs in llama.cpp beside a
-plain one of that width: bytes over 4 for each parameter, and tokens a second.
+The models are random and small. A share counts prompts with the same text. A difference is the largest one of
+a logit (transformers, also with a merged LoRA of peft and back by --init-from) or of a log-probability
+(llama.cpp, without its flash attention). The second table compares what a modern and a plain GPT-2 of the
+same width cost in llama.cpp: bytes / 4 for each parameter, and tokens a second.
 """
 
 import sys
@@ -68,7 +68,7 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def merged(directory: Path, kind: type, theirs, idx) -> str:
-    """A LoRA of random weights, merged and saved by peft, read here."""
+    """Reads a LoRA of random weights that peft has merged and saved."""
     adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules="all-linear", r=4))
     for name, p in adapted.named_parameters():
         if "lora_" in name:
@@ -131,7 +131,7 @@ def row(name: str, directory: Path) -> list[str]:
 
 
 def cost(directory: Path):
-    """Bytes and speed of a file for llama.cpp, 12 blocks of 768 channels, beside GPT-2's."""
+    """Prints size and speed of files for llama.cpp with 12 blocks of 768 channels."""
     from test_gguf import GREEDY, ask
     tokenizer = load_tokenizer("bytes")
     request = {"prompt": [65] * 16, "max_tokens": 40, "ignore_eos": True} | GREEDY

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # shellcheck disable=SC2086,SC2046  # variables and functions that give several flags
-# What only NVIDIA GPUs can tell, in parts, and nothing runs beside a timing:
+# Measures what needs NVIDIA GPUs, in parts. Nothing runs beside a timing:
 #
 #   bench/gpu.sh A [OUT]    335 s: GPT-2 124M and MLM base in turn with peers; the loss.
-#                           It has to carry .ab/before and .ab/nanogpt.
-#   bench/gpu.sh B [OUT]    505 s: HRM 1b; attention; GB/s of each Triton kernel; what is picked for the loss;
-#                           then tests/test_cuda.py, with those of resuming first. Carries .ab/before.
-#   bench/gpu.sh C [OUT]    200 s: do runs on two GPUs that are killed resume bit for bit? Carries nothing.
+#                           Carries .ab/before and .ab/nanogpt.
+#   bench/gpu.sh B [OUT]    505 s: HRM 1b; attention; GB/s of each Triton kernel; the loss kernel's shape; then
+#                           tests/test_cuda.py, tests of resuming first. Carries .ab/before.
+#   bench/gpu.sh C [OUT]    200 s: do killed runs on two GPUs resume bit for bit? Carries nothing.
 #   bench/gpu.sh D [OUT]    570 s: validation loss over 150 s of GPT-2 124M, by our recipe and by nanoGPT's.
 #                           Carries .ab/text.tar.xz (17 MiB) and .ab/nanogpt.
-#   bench/gpu.sh E [OUT]    570 s: each size that fits one GPU, with the micro-batch of its row and half of
-#                           it: tokens/s, whether the loss falls, memory beside --dry-run. Carries nothing.
+#   bench/gpu.sh E [OUT]    570 s: each size that fits one GPU, with its row's micro-batch and half of it:
+#                           tokens/s, whether the loss falls, memory beside --dry-run. Carries nothing.
 #
-# To prepare, in the root of the repository; without one of them a part measures the rest and says so:
+# To prepare, in the root of the repository. If one of these is missing, a part measures the rest and says so:
 #
 #   mkdir -p .ab/before .ab/nanogpt && echo /.ab/ >> .git/info/exclude
 #   git archive COMMIT | tar x -C .ab/before                     # an older checkout, or set BEFORE=DIR
@@ -20,14 +20,13 @@
 #                                                                # https://github.com/karpathy/nanoGPT
 #   python bench/text.py .ab/text.tar.xz                         # or TEXT=FILE
 #
-# On a lent machine, an H200, since what is measured in turn takes up to 120 GB; no .git is needed:
+# On a lent machine with an H200, because contestants together take up to 120 GB. It doesn't need .git:
 #
 #   run "bash bench/gpu.sh A $OUT" timeout_s=350 kind=nvidia-h200 carry=[".ab/before", ".ab/nanogpt"]
 #
-# OUT (bench-gpu) has each number at once: partA.jsonl, partA.log, partA.md (tables with predictions, to be
-# committed as a result; each is complete or left out), partB-*.txt (tests). transformers is a peer where it
-# is installed. PYTHON is the interpreter (python3), BUDGET another number of seconds. TRY=1 runs the same on
-# a CPU with tiny shapes.
+# OUT (bench-gpu) gets each number at once: partA.jsonl, partA.log, partA.md (complete tables with predictions,
+# to commit as a result), partB-*.txt (tests). transformers is a peer if it's installed. PYTHON is the
+# interpreter (python3), BUDGET another number of seconds. TRY=1 runs the same on a CPU with tiny shapes.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 part=${1:-} out=${2:-${OUT:-bench-gpu}} python=${PYTHON:-python3} try=${TRY:-}

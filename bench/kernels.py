@@ -1,12 +1,12 @@
-"""What one GPU can do with the pieces of a training step: copies, matrix products, attention, the loss.
+"""Times the pieces of a training step on one GPU: copies, matrix products, attention, the loss.
 
     python bench/kernels.py                               # all of it
     python bench/kernels.py attention loss --json FILE
 
-Each measurement is at once a line of JSON on stdout, appended to FILE, and a line for people on stderr. Times
-are medians between CUDA events. Matrix products have the shapes of GPT-2 124M and HRM 1b; they run with
-CUBLAS_WORKSPACE_CONFIG as ddp_utils.py sets it, then without, in a process of its own, because torch reads it
-once. On a CPU the shapes are tiny: to try this out.
+Each measurement is printed at once, as JSON on stdout (and appended to FILE) and for people on stderr. Times
+are medians between CUDA events. Matrix products have the shapes of GPT-2 124M and HRM 1b. They run with
+CUBLAS_WORKSPACE_CONFIG as ddp_utils.py sets it, then without it in another process, because torch reads it
+only once. On a CPU the shapes are tiny, to try this out.
 """
 
 import argparse
@@ -36,12 +36,12 @@ progress = SimpleNamespace(row=0, said=0, command=[])  # in a part; `said` by an
 
 
 def in_home(text: str) -> Path:
-    """A type for argparse: a path, with the ~ that a shell leaves in --json=~/x."""
+    """A type for argparse: a path. A shell leaves the ~ in --json=~/x."""
     return Path(text).expanduser()
 
 
 def milliseconds(function, device, repeats: int = 10) -> float:
-    """The median time of a call, after three that are not counted."""
+    """The median time of a call, after three warm-up calls."""
     import torch
     for _ in range(3):
         function()
@@ -57,8 +57,9 @@ def milliseconds(function, device, repeats: int = 10) -> float:
 
 
 def attempt(say, row: dict, measure) -> None:
-    """Says a row with what measure() finds, or with why that is refused here. Where a kernel asserts, this
-    process can use the GPU no more: another takes its place and goes on with the next row.
+    """Prints a row with the result of measure(), or with the reason why it's refused here. After an assertion
+    in a kernel this process can't use the GPU any more: another one replaces it and goes on with the next
+    row.
     """
     import torch
     progress.row += 1
@@ -144,11 +145,11 @@ def attention(say, device) -> None:
 
 
 def configs_since(known: list) -> dict:
-    """The kernels that Inductor has compiled since, and the shape it has picked for each."""
+    """The kernels that Inductor has compiled since the last call, and the shape it picked for each."""
     import torch._inductor.runtime.triton_heuristics as heuristics
     tuned = [o for o in gc.get_objects() if heuristics.CachingAutotuner in type(o).__mro__]
     found = [o for o in tuned if len(o.launchers) == 1 and not any(o is other for other in known)]
-    known += found  # so that none has the address of another
+    known += found  # keeps their addresses from being reused
     return {kernel.fn.__name__: str(kernel.launchers[0].config) for kernel in found}
 
 

@@ -1,21 +1,21 @@
-"""What slow links cost: the time of a training step on PCs with a gigabit switch, for each --comm.
+"""Times a training step on PCs with a gigabit switch, for each --comm: what do slow links cost?
 
 Needs root and iproute2.
 
     python bench/lab.py --parameters 12.4M --compute 0.233,0.095 --rate 1gbit
 
-Five processes share the few cores of this machine, so how long they compute says nothing about five PCs.
-Instead a step is a pause, as long as the card of a PC would compute; what the trainers send then goes
-over the links of the lab (tests/lab.py), through the same code: DDP and its hook, or `Late`, here with
-numbers that were packed before, because quantising for five processes on these cores would hide all else.
-The table has, for each pause,
+Five processes share the few cores of this machine, so their computing time says nothing about five PCs.
+Instead, each step pauses for as long as a PC's card would compute. Then the trainers' own code (DDP and its
+hook, or `Late`) sends over the links of the lab (tests/lab.py). `Late` sends numbers packed beforehand,
+because quantizing for five processes on these cores would hide everything else. The table has, for each
+pause:
 
     free      a step over links without a limit, in ms
     limited   a step over links of --rate
-    kept      free / limited: the share of their speed that the PCs keep, as far as the network goes
-    linear    pause / limited: less than that, because here five processes also share the cores to send
+    kept      free / limited: the share of their speed that the PCs keep on this network
+    linear    pause / limited: less, because here five processes also share the cores to send
 
-A model with a tenth of the parameters on a card that is ten times as fast has the same ratios.
+A model with a tenth of the parameters on a card ten times as fast has the same ratios.
 """
 
 import json
@@ -34,11 +34,11 @@ from lab import Lab, Unavailable  # noqa: E402
 from cli.parser import ArgumentParser, parse_count  # noqa: E402
 
 WAYS = ("fp32", "bf16", "late")
-BLOCKS = 12  # tensors of the model, which DDP puts into buckets
+BLOCKS = 12  # tensors of the model; DDP puts them into buckets
 
 
 def communicate() -> None:
-    """One node: steps of pauses and of what the trainer would send. Rank 0 prints their times."""
+    """On a node: pauses and sends what the trainer would send. Rank 0 prints the time of each step."""
     import torch
 
     import ddp_utils
@@ -47,7 +47,7 @@ def communicate() -> None:
     world = ddp_utils.init("gloo", "cpu", 300)
     n = int(os.environ["PARAMETERS"]) // BLOCKS
 
-    class Sum(torch.nn.Module):  # has gradients without computation
+    class Sum(torch.nn.Module):  # has gradients, but no computation
         def __init__(self):
             super().__init__()
             self.weights = torch.nn.ParameterList(torch.zeros(n) for _ in range(BLOCKS))
@@ -81,7 +81,7 @@ def communicate() -> None:
         else:
             wrapped().backward()
         wrapped.zero_grad(set_to_none=True)
-        ddp_utils.reduce_sum([0.0], world)  # the vote, and how many labels there are
+        ddp_utils.reduce_sum([0.0], world)  # the vote and the number of labels
         times.append(time.perf_counter() - begun)
     if late:
         late.state_dict()
@@ -90,7 +90,7 @@ def communicate() -> None:
 
 
 def step_seconds(args, comm: str, compute: float, rate: str | None) -> float:
-    """Median over the steps of a lab."""
+    """Median seconds of a step in a lab."""
     try:
         with Lab(args.nodes, rate) as lab:
             work = json.dumps([comm, compute, args.steps])

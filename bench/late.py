@@ -3,9 +3,9 @@
     python bench/late.py 5 train_gpt2.py --modern --optimizer muon --comm late --global-batch 20 --batch 4
     python train_gpt2.py --modern --optimizer muon --global-batch 20 --batch 4     # the same without
 
-Each micro-batch is that of another process, as the trainers deal them out; so --grad-accum is a multiple of
-the number of processes. Their gradients are packed, added up and applied as `Late` does that with as many
-processes. The results are the same bits (tests/test_late.py), with one thread each.
+Each micro-batch stands for another process, in the trainers' order, so --grad-accum has to be a multiple of
+the number of processes. Gradients are packed, added up and applied as `Late` does it on that many processes.
+The results are the same bits, with one thread each (tests/test_late.py).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from cluster import late
 
 
 def imitate(processes: int):
-    """From now on, a single process has the gradients that so many processes would have together."""
+    """From now on, a single process has the gradients that `processes` would have together."""
     made = []
     add, start, find_run, loader = ddp_utils.Metrics.add, run.start, run.find_run, data.Loader
 
@@ -35,7 +35,7 @@ def imitate(processes: int):
             made.append(self)
 
         def keep(self):
-            """Moves the gradient of a micro-batch to the process that it belongs to."""
+            """Moves the gradient of a micro-batch to its process."""
             rank = self.micro_steps % processes
             new, old = [p.grad for p in self.params], self.own[rank]
             self.own[rank] = [a + b for a, b in zip(old, new)] if old else new
@@ -59,7 +59,7 @@ def imitate(processes: int):
     def alone(world):
         return dataclasses.replace(world, world_size=1)
 
-    # the trainer's own `world` has their number, by which it multiplies the loss; all else sees one process
+    # the trainer multiplies the loss by the size of its own `world`; everything else sees one process
     run.start = lambda command: dataclasses.replace(start(command), world_size=processes)
     run.find_run = lambda kind, command, world, **rest: find_run(kind, command, alone(world), **rest)
     data.Loader = lambda shards, batch, world, *rest: loader(shards, batch, alone(world), *rest)

@@ -1,13 +1,13 @@
-"""Which of several settings learns best: each at several learning rates and seeds, to equal tokens or FLOPs.
+"""Which setting learns best? Trains each at several learning rates and seeds, to equal tokens or FLOPs.
 
     python bench/learning.py --data stdlib --settings hrm,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
     python bench/learning.py --data stdlib --settings hrm=6e-3,plain=6e-3,gpt2=1.2e-2 --seeds 1,2,3
     python bench/learning.py --data task:addition --settings puzzle,puzzle-plain --lr 1e-2 --steps 600
 
-Each run is a run directory of a trainer under --out, so the same command goes on where it stopped, and
-`tensorboard --logdir DIR` compares them. The table has the mean over the seeds, lowest and highest, for each
-rate; the best rate of a setting is marked. --flags are added to all runs. With --equal flops, all train
-for as many FLOPs as the first does in --steps. Choose rates on one seed and one --val-split, report others.
+Each run is a run directory under --out, so the same command resumes, and `tensorboard --logdir DIR` compares
+the runs. The table has the mean, lowest and highest over the seeds for each rate, and marks a setting's best
+rate. --flags are added to all runs. With --equal flops, all train for as many FLOPs as the first setting does
+in --steps. Choose rates on one seed and one --val-split, and report others.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""nanoGPT and train_gpt2.py on the same text, the same cores, in the same time: of README's table.
+"""Compares nanoGPT with train_gpt2.py on the same text and cores, for README's table.
 
     git clone https://github.com/karpathy/nanoGPT
     python bench/nanogpt.py nanoGPT shakespeare.txt     # five minutes; nothing else should run
 
-Runs in turn nanoGPT's recipe for CPUs (the one of its README, and stretched to the longer time) and README's
-recipe for a text of one's own, and prints the whole time of each command, its start included, and its
-validation loss. Both hold out the last tenth of the text, and evaluate in nats per character, nanoGPT on as
-many random pieces as cover it.
+Runs in turn nanoGPT's recipe for CPUs (from its README, and stretched to a longer time) and our README's
+recipe for your own text. Prints the time of each command, start included, and its validation loss. Both hold
+out the last tenth of the text and evaluate in nats per character; nanoGPT evaluates on as many random pieces
+as cover it.
 """
 
 import re

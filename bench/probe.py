@@ -1,11 +1,11 @@
-"""What the features of an encoder are worth: a linear classifier on frozen features tells texts apart.
+"""Measures what an encoder's features are worth, with a linear classifier of texts on frozen features.
 
     python train_mlm.py --export
     python bench/probe.py runs/mlm-tiny-stdlib-bpe4096/hf labelled.jsonl
     python bench/probe.py answerdotai/ModernBERT-base labelled.jsonl    # any encoder that transformers loads
 
-Each line of the file is a JSON object with text and label; a fifth of the texts, by a hash, is for the test.
-Beside the trained encoder stand one with random weights and a bag of the trained embeddings.
+Each line of the file is a JSON object with text and label. A hash picks a fifth of the texts for the test.
+Also measures an encoder with random weights, and a bag of the trained embeddings.
 """
 
 import argparse

@@ -4,13 +4,13 @@
     python bench/same.py --control ../before .     # the new one learns labels of another row: all must fail
     python bench/same.py --equal ../before .       # all bit for bit, for code that should change no bit
 
-The data are prepared by the first version. Each case says how close both have to be:
+The first version prepares the data. Each case says how close both have to be:
 
-equal      losses and the tensors of the last checkpoint, bit for bit
-gradient   of the first step, each tensor to 1e-6 of its norm
+equal      losses and the tensors of the last checkpoint are the same bits
+gradient   each tensor of the first step's gradient, to 1e-6 of its norm
 loss       the mean over 20 steps, to 2e-3
 
-A resumed run is begun and continued by the same version. In an infinite one, the third update is skipped.
+The same version begins and continues a resumed run. An infinite run skips its third update.
 """
 
 import argparse
@@ -29,10 +29,10 @@ SMALL = {"d_model": 32, "n_head": 2, "n_layer": 2, "global_batch": 8, "batch": 4
          "save_every": 20, "eval_every": 20, "log_every": 1, "lr": 1e-3, "warmup": 5, "eval_batches": 2,
          "precision": "fp32", "device": "cpu"}
 OWN = {"gpt2": {"seq_len": 32, "max_new_tokens": 2}, "hrm": {"seq_len": 32, "ff": 64, "max_new_tokens": 2},
-       "mlm": {"seq_len": 32, "ff": 48, "window": 16, "mask_rate": 0.25}}  # so a power of two is masked
+       "mlm": {"seq_len": 32, "ff": 48, "window": 16, "mask_rate": 0.25}}  # so that a power of two is masked
 ONE_STEP = {"steps": 1, "grad_clip": 0}  # the first moment of AdamW is then a tenth of the gradient
 PAIRS = {"data": "pairs", "seq_len": 128}
-# runs a trainer with an infinite gradient in its third step, or with the labels of the row before
+# Runs a trainer with an infinite gradient in its third step, or with the labels of another row
 WRAPPER = """
 import itertools, runpy, sys
 sys.path.insert(0, ".")
@@ -80,13 +80,13 @@ def cases():
         for ranks in (1, 2, 3):
             yield "pairs", "gradient", trainer, ranks, {"global_batch": 12, "batch": 2, **PAIRS, **ONE_STEP}
         yield "pairs", "loss", trainer, 2, PAIRS
-    for ranks in (1, 3):  # short documents have fewer tokens than are to be masked
+    for ranks in (1, 3):  # short documents have fewer tokens than --mask-rate asks for
         yield "short documents", "gradient", "mlm", ranks, {
             "data": "short", "mask_rate": 0.9, "global_batch": 12, "batch": 2, **ONE_STEP}
     yield "halting", "loss", "hrm", 2, {"halt": True}
 
 
-# of each trainer, beside the cases above
+# More cases for each trainer
 MORE = [{**MUON, "strategy": "zero1"}, {"strategy": "zero1"}, {"strategy": "zero2"},
         {"strategy": "zero3-offload"}, {"comm": "bf16"}, {"ema": 0.9, "schedule": "wsd"},
         {"optimizer": "adam-atan2", "strategy": "zero1"}, {"precision": "fp16"},
@@ -106,7 +106,7 @@ def more_cases():
 
 
 def prepare(root: Path, code: Path) -> None:
-    """Shards of bytes, and of pairs of unlike lengths, some of them rows with next to no label."""
+    """Makes shards of bytes, and of pairs with different lengths, some of them with hardly any label."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:12]
     (root / "text.txt").write_text("\n".join(f.read_text(encoding="utf-8") for f in files), encoding="utf-8")
     some = random.Random(0)
@@ -140,7 +140,7 @@ def train(code: Path, root: Path, out: Path, trainer: str, ranks: int, flags: di
 
 
 def losses(out: Path) -> list[tuple]:
-    """(step, what, value) of all losses in the log, whether an evaluation has a line of its own or not."""
+    """(step, name, value) of all losses in the log."""
     found = []
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -156,7 +156,7 @@ def tensors(out: Path) -> dict:
 
 
 def difference(how: str, before: Path, after: Path) -> str:
-    """Empty if both runs are as close as they have to be."""
+    """Says how two runs differ, "" if they're as close as they have to be."""
     if how == "loss":
         a, b = (statistics.mean(v for _, key, v in losses(out) if key == "loss") for out in (before, after))
         return "" if abs(a - b) <= 2e-3 else f"mean losses {a:.5f} and {b:.5f}"

@@ -1,10 +1,10 @@
-"""How fast does a model write one text, or eight of one prompt at once? Beside transformers, on its export.
+"""How fast does a model write one text, or eight at once? Compares ours with its export in transformers.
 
     python bench/sampling.py [ROUNDS]     # default: 5; random models in float32, most with the ids of GPT-2
     python bench/sampling.py 1 --models HRM --tokenizer bytes
 
-For each model: tokens per second of one text, and how many times as many there are of eight texts, the middle
-of the rounds (lowest to highest). The prompt has one token, so all of this is decoding.
+Prints for each model the tokens per second of one text, and how many times as many it has with eight texts:
+median of the rounds (lowest to highest). The prompt has one token, so all of this is decoding.
 """
 
 import argparse

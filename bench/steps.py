@@ -1,12 +1,11 @@
-"""Step times of two versions of the code, in turn: is the new one slower?
+"""Times a step of two versions of the code, in turn: is the new one slower?
 
     git worktree add ../before f47d5ff && python bench/steps.py ../before .      # all trainers, on idle cores
     python bench/steps.py ../before . --trainer gpt2 --ranks 2 --rounds 20 -- --log-every 1 --save-every 5
 
-Each round trains `tiny` with one version and then with the other (every second round the other way round).
-The time of a run is the median time of a step between two logged ones, without the first five; the ratio is
-taken round by round. Prints the mean ratio after / before with its 95 % interval (Student's t over the
-rounds). What follows -- goes to both trainers.
+Each round trains `tiny` with one version, then with the other; every second round swaps them. A run's time is
+the median time of a step between two logged steps, without the first five. Prints the mean over rounds of the
+ratio after / before, with its 95 % interval (Student's t). Flags after -- go to both trainers.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 STEPS = 45
-# quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom
+# Quantiles of Student's t for a two-sided 95 % interval, by degrees of freedom
 T95 = {1: 12.706, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
 
 

@@ -1,10 +1,10 @@
-"""English text for part D of bench/gpu.sh, which has no network: the documentation of Python packages.
+"""Makes English text from the documentation of Python packages, for part D of bench/gpu.sh.
 
     python bench/text.py .ab/text.tar.xz    # five minutes; downloads 420 MB of packages and deletes them
 
 Reads README files, docstrings and descriptions, and keeps each paragraph of prose once, up to MOST characters
-of a package. `data.py prepare` makes tokens of them. The file holds the directory that it made, so whoever
-unpacks it needs no tokenizer. --tokenizer bpe:16384 works without network for the files of gpt2.
+of a package. `data.py prepare` turns them into tokens. The file holds the prepared directory, so you can use
+it without network or tokenizer. To make it without the files of gpt2, give --tokenizer bpe:16384.
 """
 
 import gzip

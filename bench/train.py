@@ -1,4 +1,4 @@
-"""Training speed of one model, ours against a peer: in turn, on the same batches, from the same weights.
+"""Trains our model and a peer's in turn, on the same batches, from the same weights: which is faster?
 
     python bench/train.py gpt2 --peer hf                                      # GPT2LMHeadModel, a plain loop
     python bench/train.py gpt2 --batch 4 --peer trainer                       # transformers' own Trainer
@@ -9,28 +9,32 @@
     python bench/train.py gpt2 --also="--code ../before"      # ours, and another checkout of this repository
     python bench/train.py gpt2 --also=--wrap-fa4              # with FlashAttention 4, also under torch 2.11
 
-Each contestant is a process of its own that keeps its model. All start and compile at the same time; then a
-round is `--steps` steps of one, then of the next, and the ratio is taken round by round. Beside the wall
-clock stand CPU seconds (user + system, all threads), because other processes slow the former down. On a GPU
-there are also
+Each contestant is a process that keeps its model. All start and compile at the same time. A round is
+`--steps` steps of each in turn, and gives one ratio. The table has the wall clock and CPU seconds (user +
+system, all threads), because other processes slow down the wall clock. On a GPU it also has
 
-* the medians of the SM clock and of the power while the contestant trains, beside the limit of the power;
-* how long Python takes to launch a step that begins with an empty queue;
-* with --profile, how much of that is spent in how many calls of CUDA: one takes some microseconds, unless the
-  queue has become full and it waits for the GPU.
+* the medians of the SM clock and of the power while the contestant trains, and the power limit
+* how long Python takes to launch a step that begins with an empty queue
+* with --profile, how much of that goes into how many calls of CUDA. A call takes some microseconds, unless
+  the queue is full and it waits for the GPU.
 
-nanoGPT's source is fetched by whoever measures:
+Fetch nanoGPT's source yourself:
 
     git clone https://github.com/karpathy/nanoGPT
 
-How each trains: ours as its trainer does, with Loader left out (batches lie on the device, for all alike);
-nanoGPT as its train.py does, which reads the loss every tenth step, in its precision (float32 on a CPU, where
-its autocast is off) or with --peer-precision bf16 under autocast; the Hugging Face classes in a plain loop
-with autocast, SDPA, fused AdamW, and ModernBERT with sparse_prediction; transformers' Trainer with its own
-defaults and those of the classes. On GPUs all are compiled. All clip gradients to 1.0.
+How each one trains:
 
---json gets a line after each round, with the medians so far, and one at the end, so that a run that is cut
-short leaves its numbers too.
+* Ours as its trainer does, without Loader: the batches of all contestants are on the device.
+* nanoGPT as its train.py does, which reads the loss every tenth step. On a CPU it trains in float32, because
+  its autocast is off there; --peer-precision bf16 turns it on.
+* The Hugging Face classes in a plain loop with autocast, SDPA and fused AdamW. ModernBERT has
+  sparse_prediction.
+* transformers' Trainer with its own defaults and those of the classes.
+
+On GPUs all are compiled. All clip gradients to 1.0.
+
+--json gets a line after each round, with the medians so far, and one at the end. So a run that is cut short
+leaves its numbers, too.
 """
 
 import argparse
@@ -54,22 +58,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TRAINERS = {"gpt2": "train_gpt2", "hrm": "train_hrm", "mlm": "train_mlm"}
-# nanoGPT's configuration for a CPU, of which its README says how it is run
+# nanoGPT's configuration for a CPU, from its README
 BABY = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 64, "batch": 12, "padded_vocab": 128}
 BP_STEPS, MASK_RATE, LR, BETAS, DECAY = 5, 0.3, 1e-4, (0.9, 0.95), 0.1
-STAGED = 16  # batches, which come again and again
+STAGED = 16  # batches, used again and again
 ATTENTION = {"cudnn": r"cudnn.*sdpa", "flash": r"flash_(fwd|bwd)|FlashAttn", "efficient": r"fmha_cutlass",
              "flex": r"flex_attention"}  # by the names of their kernels
 LAUNCH = r"cu(da)?Launch"  # calls of the CUDA runtime and driver
 
 
 def in_home(text: str) -> Path:
-    """A type for argparse: a path, with the ~ that a shell leaves in --json=~/x."""
+    """A type for argparse: a path. A shell leaves the ~ in --json=~/x."""
     return Path(text).expanduser()
 
 
 def settings(args) -> dict:
-    """Shape and batch: the preset's, then what the command line says."""
+    """Shape and batch, from the preset and the command line."""
     import importlib
     sizes = importlib.import_module(TRAINERS[args.model]).SIZES
     row = {"padded_vocab": 4096 if args.size == "tiny" else 50304}
@@ -80,7 +84,7 @@ def settings(args) -> dict:
 
 
 def make_model(args, row: dict, device):
-    """Ours, in float32, drawn on the device, the same for all contestants."""
+    """Makes our model in float32 on the device, with the same weights for all contestants."""
     import torch
 
     import model
@@ -93,9 +97,9 @@ def make_model(args, row: dict, device):
 
 
 def stage(args, row: dict, device, dense_labels: bool = False) -> list:
-    """Batches of text, the bytes of Python's own source, as (inputs …) on the device, the same for all.
+    """Makes batches (inputs …) of the bytes of Python's own source on the device, the same for all.
 
-    For the MLM x has masks; with it come positions and labels (B, K), or labels (B, T) as others want them.
+    For the MLM, x has masks. Positions and labels (B, K) come with it, or labels (B, T) for peers.
     """
     import sysconfig
 
@@ -122,11 +126,11 @@ def stage(args, row: dict, device, dense_labels: bool = False) -> list:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Contestants. Each makes a function step(i) that trains on a batch and returns the loss, a tensor; and facts.
+# Contestants. Each returns a function step(i), which trains on a batch and returns the loss, and facts.
 
 
 def ours(args, row, device):
-    """As the trainers do it."""
+    """Trains as our trainers do."""
     from torch.nn.attention import current_flash_attention_impl
 
     import ddp_utils
@@ -142,7 +146,7 @@ def ours(args, row, device):
     model = ddp_utils.build_model(model_class, made.config, world)
     ddp_utils.copy_weights(model, made.state_dict(), world)
     del made
-    command = train_gpt2.parse_args([  # what set_modes reads of them is common to all trainers
+    command = train_gpt2.parse_args([  # all trainers have the flags that set_modes reads
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
@@ -172,8 +176,8 @@ def ours(args, row, device):
 
 
 def wrap_fa4() -> None:
-    """Puts FlashAttention 4 in the place of torch's flash attention. Before 2.14 it unpacks two values of a
-    function that returns more by now, so the others are left out.
+    """Replaces torch's flash attention by FlashAttention 4. Before 2.14, torch unpacks two values of a
+    function that now returns more, so drop the others.
     """
     import functools
 
@@ -197,7 +201,7 @@ def autocast(args, device):
 
 
 def class_of_transformers(args, row, device, **options):
-    """The same model in the class of transformers, in training."""
+    """The same model as a class of transformers, in training mode."""
     import tempfile
 
     import transformers
@@ -245,8 +249,8 @@ def hf(args, row, device):
 
 
 def trainer(args, row, device):
-    """transformers' own Trainer, with what people leave as it is. Its loop runs in a thread and waits before
-    each step until one is asked for.
+    """transformers' own Trainer with its defaults. Its loop runs in a thread, and waits before each step
+    until it's asked for one.
     """
     import tempfile
 
@@ -290,7 +294,7 @@ def trainer(args, row, device):
 
 
 def nanogpt(args, row, device):
-    """nanoGPT's model, and the loop of its train.py, which reads the loss every tenth step."""
+    """nanoGPT's model and the loop of its train.py, which reads the loss every tenth step."""
     import importlib.util
 
     import torch
@@ -397,8 +401,8 @@ def profile(step, steps, device) -> dict:
 
 
 def contestant(args) -> None:
-    """Says its facts after the first step, then for each line that it reads what that found."""
-    answers = os.fdopen(os.dup(1), "w")  # what libraries print goes to stderr
+    """Prints its facts after the first step, then reads lines, does what they ask, and prints the result."""
+    answers = os.fdopen(os.dup(1), "w")  # libraries print to stderr
     os.dup2(2, 1)
     import torch
 
@@ -430,9 +434,9 @@ def contestant(args) -> None:
 
 @contextlib.contextmanager
 def gpu_readings(args):
-    """Yields a dict that in the end has the medians of the SM clock (MHz), the power and its limit (W) of the
-    GPU in the meantime; None for what it does not tell, or without nvidia-ml-py. A thread of this process
-    reads them every 20 ms, so no contestant is disturbed.
+    """Yields a dict that ends up with the medians of the GPU's SM clock (MHz), power and power limit (W).
+    They are None if the GPU doesn't tell, or without nvidia-ml-py. A thread of this process reads them every
+    20 ms, so it doesn't disturb the contestants.
     """
     import torch
     found, over, medians = {"sm_mhz": [], "watts": [], "watts_limit": []}, threading.Event(), {}
@@ -463,7 +467,7 @@ def gpu_readings(args):
 
 
 def power_now(pynvml, gpu) -> float:
-    """In watts, at this moment, or on GPUs that do not tell that, as nvidia-smi shows it."""
+    """Watts at this moment, or the mean that nvidia-smi shows if the GPU tells only that."""
     field = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
     if field.nvmlReturn == pynvml.NVML_SUCCESS:
         return field.value.uiVal / 1000
@@ -471,7 +475,7 @@ def power_now(pynvml, gpu) -> float:
 
 
 def of_checkout(flags: list[str]) -> tuple[Path, list[str]]:
-    """This script in the checkout that flags of --also name, and those that are left."""
+    """This script in the checkout that the flags of --also name, and the remaining flags."""
     of = argparse.ArgumentParser(prog="--also", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     of.add_argument("--code", metavar="DIR", type=in_home, default=ROOT)
     found, flags = of.parse_known_args(flags)
@@ -482,7 +486,7 @@ def of_checkout(flags: list[str]) -> tuple[Path, list[str]]:
 
 
 class Process:
-    """A contestant, seen from outside. `error` says why it is out of the race, if it is."""
+    """A contestant, seen from outside. `error` says why it dropped out, if it did."""
 
     def __init__(self, args, name: str, kind: str, script: Path, flags: list[str]):
         command = [sys.executable, script, *sys.argv[1:], *flags, "--contestant", kind,
@@ -495,7 +499,7 @@ class Process:
         line = self.process.stdout.readline()
         try:
             message = json.loads(line)
-        except ValueError:  # nothing, or half a line
+        except ValueError:  # nothing or half a line
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
             message = {"error": f"has died, exit code {self.process.poll()}; --verbose shows what it said"}
@@ -515,7 +519,7 @@ class Process:
 
 
 def summary(args, contestants: list[Process]) -> dict:
-    """All numbers so far as plain data."""
+    """All numbers so far, as plain data."""
     row, found, ratios = settings(args), {}, {}
     tokens, flops = row["batch"] * row["seq_len"], contestants[0].facts.get("flops")
     for c in contestants:
@@ -551,7 +555,7 @@ def append(args, kind: str, result: dict) -> None:
 
 
 def measure(args) -> dict:
-    """Rounds in turn, of those that have not failed."""
+    """Runs rounds in turn, of contestants that haven't failed."""
     contestants = [Process(args, name, "ours", *started) for name, started in args.ours.items()]
     contestants += [Process(args, args.peer, args.peer, Path(__file__), [])] if args.peer else []
 

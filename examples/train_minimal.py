@@ -1,8 +1,8 @@
-"""The whole idea on a page: trains GPT-2 with one process or many; a killed run resumes bit for bit. On CPUs
-train_gpt2.py computes the same bits. All else in this repository is for what goes wrong or is large.
+"""The whole idea on a page: trains GPT-2 with one process or many. A killed run resumes bit for bit. On CPUs
+train_gpt2.py computes the same bits. The rest of this repository handles failures and scale.
 
-    python data.py prepare --dataset stdlib                   # once: text becomes shards of tokens
-    torchrun --nproc_per_node=2 examples/train_minimal.py     # or python; after a kill the same again resumes
+    python data.py prepare --dataset stdlib                   # once: turns text into shards of tokens
+    torchrun --nproc_per_node=2 examples/train_minimal.py     # or python; after a kill, run it again
 """
 
 import os
@@ -21,11 +21,11 @@ from model import GPT2, GPT2Config, compute_dtype, learning_rate, make_optimizer
 
 SHARDS, CHECKPOINT = Path("shards/stdlib-bpe4096"), Path("runs/minimal.pt")
 SHAPE = dict(n_layer=4, n_head=2, d_model=128, seq_len=256)
-BATCH, GLOBAL_BATCH = 8, 16  # sequences: in a forward pass, and of all processes in a step
+BATCH, GLOBAL_BATCH = 8, 16  # sequences in a forward pass, and in a step of all processes
 STEPS, EVERY = 300, 100  # EVERY: steps between evaluations, each with a checkpoint
 LR, WARMUP, BETAS, WEIGHT_DECAY, CLIP, SEED = 3e-3, 30, (0.9, 0.95), 0.1, 1.0, 0
 
-# This process among all, as torchrun numbers them
+# The number of this process, from torchrun
 rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
 world_size = int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -41,12 +41,12 @@ def over_all(value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(total)
     return total
 
-# Data, model, optimizer, and where a killed run stopped
+# Data, model, optimizer, and the state of a killed run
 dataset = data.Dataset([SHARDS], SHAPE["seq_len"])  # memory-mapped files as rows of tokens
 torch.manual_seed(SEED)  # all processes begin with the same weights
 n = dataset.tokenizer.vocab_size
 model = GPT2(GPT2Config(vocab_size=n, padded_vocab=pad_vocab(n), **SHAPE, **dataset.marker_ids)).to(device)
-use_device(model, device, compute_dtype("auto", device))  # bfloat16 where that is fast, of float32 weights
+use_device(model, device, compute_dtype("auto", device))  # bfloat16 if that's fast; weights stay float32
 optimizer, = make_optimizers(model, "adamw", LR, BETAS, WEIGHT_DECAY)
 step = 0
 if CHECKPOINT.exists():
@@ -55,26 +55,26 @@ if CHECKPOINT.exists():
     optimizer.load_state_dict(saved["optimizer"])
     step = saved["step"]
 wrapped = DistributedDataParallel(model) if world_size > 1 else model
-for _ in range(2):  # DDP sums in another order after its first backward pass; a resumed run would differ
+for _ in range(2):  # after its first backward pass DDP sums in another order, so a resumed run would differ
     wrapped(**model.dummy_inputs(BATCH, device))[0].backward()
 
 # Training
 accumulation = GLOBAL_BATCH // (BATCH * world_size)
 while step < STEPS:
-    torch.manual_seed(SEED + step * world_size + rank)  # so that no checkpoint has to hold random states
+    torch.manual_seed(SEED + step * world_size + rank)  # so no checkpoint needs random states
     batches = []
-    for i in range(accumulation):  # which rows: a pure function of the seed and the position in the run
+    for i in range(accumulation):  # the rows depend only on the seed and the position in the run
         position = step * GLOBAL_BATCH + (i * world_size + rank) * BATCH
         rows = data.shuffled(np.arange(position, position + BATCH), dataset.train.rows, SEED)
         arrays = data.read_rows(dataset.train, np.sort(rows))
         batches.append([torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays])
-    labels = over_all(sum((y >= 0).sum() for _, y in batches))  # y is −1 where nothing is learned
+    labels = over_all(sum((y >= 0).sum() for _, y in batches))  # y is −1 at tokens that aren't learned
     optimizer.zero_grad()
     loss_sum = 0
     for i, (x, y) in enumerate(batches):  # (B, T) each
-        wrapped.require_backward_grad_sync = i == accumulation - 1  # DDP communicates once in a step
+        wrapped.require_backward_grad_sync = i == accumulation - 1  # DDP communicates once per step
         objective, sums = wrapped(x, y)  # both are sums over labels
-        (objective * (world_size / labels)).backward()  # DDP divides the sum of all processes by world_size
+        (objective * (world_size / labels)).backward()  # DDP divides the sum over processes by world_size
         loss_sum += sums["loss"]
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     for group in optimizer.param_groups:
@@ -97,4 +97,4 @@ while step < STEPS:
             CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, f"{CHECKPOINT}.tmp")
-            os.replace(f"{CHECKPOINT}.tmp", CHECKPOINT)  # a kill leaves the old file or the new one
+            os.replace(f"{CHECKPOINT}.tmp", CHECKPOINT)  # a kill leaves the old file or the new one, whole

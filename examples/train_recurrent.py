@@ -1,4 +1,4 @@
-"""Trains a recurrent language model: a model and trainer of one's own, written as docs/changing.md says.
+"""Trains a recurrent language model, as an example of your own model and trainer: see docs/changing.md.
 
     torchrun --nproc_per_node=2 examples/train_recurrent.py --data shards/stdlib-bpe4096
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py needs no such line
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py doesn't need this line
 import data
 import ddp_utils as ddp
 from cli.flags import Command, flag, make_parser, parse_flags, uses_model
@@ -29,7 +29,7 @@ class RecurrentConfig(CausalConfig):
 
 
 class RecurrentBlock(Block):
-    """h(t) = decay · h(t - 1) + v(t), gated; the channels forget at a few fixed rates."""
+    """h(t) = decay · h(t - 1) + v(t), gated. The channels forget at a few fixed rates."""
 
     def __init__(self, c: RecurrentConfig):
         super().__init__()
