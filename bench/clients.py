@@ -39,9 +39,9 @@ from weights.use import load_run  # noqa: E402
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", type=Path)
 parser.add_argument("questions", type=Path, help="JSON lines with q")
-parser.add_argument("--rows", type=int, default=300, help="of the questions (300)")
-parser.add_argument("--steps", type=int, default=160, help="of each way to tune (160)")
-parser.add_argument("--others", type=int, default=100, help="answers that are not trained (100)")
+parser.add_argument("--rows", type=int, default=300, help="number of questions to ask (300)")
+parser.add_argument("--steps", type=int, default=160, help="training steps for each way to tune (160)")
+parser.add_argument("--others", type=int, default=100, help="answers held out of training (100)")
 args = parser.parse_args()
 HF = args.run / "hf"
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(HF)

@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", nargs="?", choices=MODELS)
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help="(all)")
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help="sizes of this trainer (all)")
     args = parser.parse_args()
     print("| `--size` | tokens | steps | measured tokens/s | measured GB | predicted GB | predicted hours, "
           "1 H200 | 8 H200 |\n" + "|---" * 8 + "|", flush=True)

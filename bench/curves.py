@@ -182,11 +182,11 @@ def report(found: dict) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("data", type=local_path, help="a directory that `data.py prepare` made")
-    parser.add_argument("--nanogpt", type=local_path, help="where nanoGPT's model.py lies (left out)")
-    parser.add_argument("--seconds", type=float, default=150, help="of training, for each (150)")
+    parser.add_argument("--nanogpt", type=local_path, help="directory of nanoGPT's model.py (none)")
+    parser.add_argument("--seconds", type=float, default=150, help="training time of each recipe (150)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try this out")
-    parser.add_argument("--json", type=local_path, help="append the numbers to this file, a line")
+    parser.add_argument("--json", type=local_path, help="append the numbers to this file as a line")
     for name, kind in {"shape": str, "lr": float, "steps": int, "eval-every": int, "out": Path}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # of one run of nanoGPT's recipe
     args = parser.parse_args()

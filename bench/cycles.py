@@ -31,13 +31,13 @@ def main() -> None:
     parser.add_argument("--data", type=local_path, default="shards/task-addition-bytes",
                         help="prepared samples")
     parser.add_argument("--cycles", type=cycle_numbers, default="1,2,3,4,6,8,12,16,24",
-                        help="columns of the table")
-    parser.add_argument("--picture", type=local_path, help="PNG of the first run, a line for each level")
+                        help="numbers of cycles, the columns of the table")
+    parser.add_argument("--picture", type=local_path, help="draw the first run as a PNG, a line per level")
     args = parser.parse_args()
     world = ddp_utils.init("gloo", "auto")
     columns = args.cycles
     if args.picture and not args.picture.parent.is_dir():
-        raise UserError(f"{args.picture.parent} is no directory: create it, or name another --picture.")
+        raise UserError(f"{args.picture.parent} is not a directory: create it, or give another --picture.")
     print("| run | level |" + "".join(f" {n} |" for n in columns) + "\n" + "|---" * (len(columns) + 2) + "|")
     for run in args.runs:
         model = load_model(HRM, ddp_utils.load_checkpoint(run, lambda text: None), world)

@@ -148,7 +148,7 @@ def cost(directory: Path):
 def main():
     rows = sys.argv[1:] or [*MODELS, "cost"]
     if unknown := {*rows} - {*MODELS, "cost"}:
-        sys.exit(f"error: no row {min(unknown)}, but {', '.join(MODELS)} and cost.")
+        sys.exit(f"error: unknown row {min(unknown)}: choose from {', '.join(MODELS)} and cost.")
     titles = ("", "generate", "batch of 8", "pipeline", "llama.cpp", "peft, back", "back")
     print("".join(f"{title:>12}" for title in titles))
     with tempfile.TemporaryDirectory() as directory:

@@ -192,13 +192,13 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=in_home, help="append the lines to this file too")
-    parser.add_argument("--rows", type=int, help="of the compiled loss, instead of three sizes")
+    parser.add_argument("--json", type=in_home, help="also append the lines to this file")
+    parser.add_argument("--rows", type=int, help="rows at a time in the compiled loss (three sizes)")
     parser.add_argument("--said", type=int, default=0, help=argparse.SUPPRESS)  # see attempt
     parser.add_argument("--no-workspace", action="store_true", help=argparse.SUPPRESS)  # the second matmul
     args = parser.parse_args()
     if unknown := set(args.parts) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(unknown)}")
+        parser.error(f"unknown part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if not args.no_workspace:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -61,8 +61,8 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     script, *flags = shlex.split(SETTINGS[setting])
     known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
     if script not in known:
-        raise UserError(f"{script} is none of {', '.join(known)}, whose FLOPs are known here: train it "
-                             "in a loop of commands, with an --out for each.")
+        raise UserError(f"{script} has no FLOPs here, only {' and '.join(known)} do: train it "
+                        "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
     parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
     ids = dry_run.expected_ids(parsed.data, parsed.tokenizer)
@@ -130,12 +130,12 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=expanded, default="stdlib", help="as for the trainers")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"some of {', '.join(SETTINGS)}")
-    parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE, with commas")
+    parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
-    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs: --flags '--ema 0.99'")
-    parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at a time")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs, as in --flags '--ema 0.99'")
+    parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at the same time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=local_path, default=Path("runs/learning"))
     parser.add_argument("--picture", type=local_path, help="a PNG of the curves at the best rates")
@@ -145,7 +145,7 @@ def main() -> None:
         part.partition("=") for part in args.settings.split(","))}
     settings = [*rates]
     if unknown := set(settings) - SETTINGS.keys():
-        raise SystemExit(f"error: no setting {min(unknown)}, but {', '.join(SETTINGS)}.")
+        raise SystemExit(f"error: unknown setting {min(unknown)}: choose from {', '.join(SETTINGS)}.")
     sizes = {setting: parameters_and_flops(setting, args) for setting in settings}
     budget = sizes[settings[0]][1] * args.steps
     steps = {setting: round(budget / sizes[setting][1]) if args.equal == "flops" else args.steps

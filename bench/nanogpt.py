@@ -56,12 +56,12 @@ def ours(text: Path, steps: int) -> tuple[float, float]:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("nanogpt", type=local_path, help="a clone of karpathy/nanoGPT")
-    parser.add_argument("text", type=local_path, help="such as its Shakespeare")
-    parser.add_argument("--iterations", default="2000,3600", help="of nanoGPT (2000 is that of its README)")
-    parser.add_argument("--steps", default="320,600", help="of train_gpt2.py, for about the same times")
+    parser.add_argument("text", type=local_path, help="a text, such as nanoGPT's Shakespeare")
+    parser.add_argument("--iterations", default="2000,3600", help="nanoGPT's iterations (its README: 2000)")
+    parser.add_argument("--steps", default="320,600", help="steps of train_gpt2.py, for about the same times")
     args = parser.parse_args()
     if not (args.nanogpt / "train.py").exists():
-        raise SystemExit(f"error: {args.nanogpt} is no nanoGPT: git clone "
+        raise SystemExit(f"error: {args.nanogpt} is not a clone of nanoGPT: git clone "
                          "https://github.com/karpathy/nanoGPT")
     folder = args.nanogpt / "data" / "shakespeare_char"
     shutil.copyfile(args.text, folder / "input.txt")

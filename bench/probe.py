@@ -69,7 +69,7 @@ def main() -> None:
     y = torch.tensor([names.index(label) for label in labels])
     test = torch.tensor([int(hashlib.sha256(text.encode()).hexdigest(), 16) % 5 == 0 for text in texts])
     if len(names) < 2 or test.all() or not test.any():
-        sys.exit(f"error: {args.labelled} needs texts of two labels or more, some dozens of each.")
+        sys.exit(f"error: {args.labelled} needs two labels or more, with some dozens of texts each.")
     try:
         from transformers import AutoModel, AutoTokenizer
         model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModel, AutoTokenizer))

@@ -40,10 +40,10 @@ def per_second(write, texts: int) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rounds", type=int, nargs="?", default=5, help="after one that warms up (5)")
+    parser.add_argument("rounds", type=int, nargs="?", default=5, help="rounds to time, after a warm-up (5)")
     parser.add_argument("--models", default="", metavar="WORD",
-                        help=f"those with the word, of {'; '.join(SIZES)}")
-    parser.add_argument("--tokenizer", default="gpt2", help="whose ids most of them have (gpt2)")
+                        help=f"only models with this word: {'; '.join(SIZES)}")
+    parser.add_argument("--tokenizer", default="gpt2", help="most models have its ids (gpt2)")
     args = parser.parse_args()
     import transformers
     transformers.utils.logging.set_verbosity_error()

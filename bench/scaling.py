@@ -1,12 +1,12 @@
-"""How training speeds up with 2, 4 and 8 processes, as a table. Each row has the same size and global batch.
+"""Times training with 1, 2, 4 and 8 processes. Each row of the table has the same size and global batch.
 
     python bench/scaling.py train_gpt2.py                                  # tiny on CPUs, with gloo
     python bench/scaling.py train_gpt2.py --processes 1,2 -- --seq-len 128
     python bench/scaling.py train_gpt2.py --device cuda -- --size gpt2     # on a machine with 8 GPUs
 
-What follows -- goes to the trainer. The speed is the median over the logged steps, without the first five.
-The efficiency is the tokens per second of a process beside the first row's: compare it only within a table.
-On CPUs all processes share the cores, so more processes than cores cannot be faster: a row says so.
+Flags after -- go to the trainer. The speed is the median over the logged steps, without the first five. The
+efficiency compares the tokens per second of a process with the first row's; don't compare it between tables.
+On CPUs all processes share the cores. A row says so if it has more processes than cores.
 """
 
 import argparse
@@ -55,9 +55,9 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainer", help="such as train_gpt2.py")
-    parser.add_argument("--processes", default="1,2,4,8", help="of each row (1,2,4,8)")
-    parser.add_argument("--steps", type=int, default=25, help="of each row (25)")
+    parser.add_argument("trainer", help="train_gpt2.py, for example")
+    parser.add_argument("--processes", default="1,2,4,8", help="of the rows of the table (1,2,4,8)")
+    parser.add_argument("--steps", type=int, default=25, help="training steps for each row (25)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])

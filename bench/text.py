@@ -75,7 +75,7 @@ def documents(wheel: Path, seen: set[str]):
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("out", type=local_path, help="the file to write, .tar.xz")
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, help=f"for pip ({len(PACKAGES)} of them)")
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, help=f"to download ({len(PACKAGES)} packages)")
     parser.add_argument("--tokenizer", default="gpt2")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def main() -> None:
         done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
                                "--only-binary=:all:", "--dest", wheels, *args.packages])
         if done.returncode:
-            raise UserError("pip could not download these packages, see above: name others with --packages.")
+            raise UserError("pip could not download these packages (see above): give others with --packages.")
         seen = set()
         with open(source, "w") as file:
             for wheel in sorted(wheels.iterdir()):

@@ -427,7 +427,7 @@ def contestant(args) -> None:
             say(**{"train": train, "profile": profile}[what](step, steps, device))
             done = steps.stop
     except Exception as error:
-        say(error=f"{type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0][:200]}")
+        say(error=f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}")
         if not isinstance(error, torch.OutOfMemoryError):
             raise
 
@@ -502,7 +502,7 @@ class Process:
         except ValueError:  # nothing or half a line
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            message = {"error": f"has died, exit code {self.process.poll()}; --verbose shows what it said"}
+            message = {"error": f"died with exit code {self.process.poll()}; --verbose shows what it printed"}
         self.error = message.get("error")
         self.losses += message.pop("losses", [])
         return message
@@ -616,30 +616,30 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=TRAINERS)
-    parser.add_argument("--size", help="of the trainer's presets, or baby: nanoGPT's for a CPU "
+    parser.add_argument("--size", help="one of the trainer's sizes, or baby: nanoGPT's for a CPU "
                         "(gpt2, 25m, 17m)")
     parser.add_argument("--peer", choices=("hf", "trainer", "nanogpt"))
-    parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours once more, with "
-                        "flags such as --also=--fast or --also='--checkpoint-activations block', or of "
+    parser.add_argument("--also", action="append", default=[], metavar="FLAGS", help="ours again, with "
+                        "flags such as --also=--fast or --also='--checkpoint-activations block', or from "
                         "another checkout: --also='--code DIR'")
-    parser.add_argument("--peer-source", type=in_home, metavar="DIR", help="where nanoGPT's model.py lies")
+    parser.add_argument("--peer-source", type=in_home, metavar="DIR", help="directory of nanoGPT's model.py")
     parser.add_argument("--peer-precision", choices=("fp32", "bf16"), help="(what ours has; nanogpt "
                         "on a CPU: fp32)")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     for flag in ("--batch", "--seq-len", "--n-layer", "--vocab-size", "--threads"):
         parser.add_argument(flag, type=int)
-    parser.add_argument("--steps", type=int, default=2, help="of a round (2)")
-    parser.add_argument("--pairs", type=int, default=5, help="rounds (5)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted (2)")
-    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="steps of which the kernels "
-                        "with the most time are shown, after the rounds (0)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a round (2)")
+    parser.add_argument("--pairs", type=int, default=5, help="number of rounds (5)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first round (2)")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="after the rounds, profile this "
+                        "many steps and show the slowest kernels (0)")
     parser.add_argument("--fast", action="store_true", help="ours without deterministic algorithms")
-    parser.add_argument("--wrap-fa4", action="store_true", help="ours with FlashAttention 4, in a wrapper "
-                        "that torch before 2.14 needs")
+    parser.add_argument("--wrap-fa4", action="store_true", help="ours with FlashAttention 4, wrapped for "
+                        "torch before 2.14")
     parser.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), default="none")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="(on GPUs)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile (default: on GPUs)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=in_home, help="append the numbers to this file, a line")
+    parser.add_argument("--json", type=in_home, help="append the numbers to this file as a line")
     parser.add_argument("--verbose", action="store_true", help="show what the processes print")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
