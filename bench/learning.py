@@ -61,7 +61,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
     script, *flags = shlex.split(SETTINGS[setting])
     known = {"train_hrm.py": (train_hrm, HRM), "train_gpt2.py": (train_gpt2, GPT2)}
     if script not in known:
-        raise UserError(f"{script} has no FLOPs here, only {' and '.join(known)} do: train it "
+        raise UserError(f"FLOPs are known of {' and '.join(known)}, not of {script}: train it "
                         "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
     parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
-    parser.add_argument("--flags", type=shlex.split, default=[], help="for all runs, as in --flags '--ema 0.99'")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="such as --flags '--ema 0.99'")
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at the same time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=local_path, default=Path("runs/learning"))

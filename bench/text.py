@@ -75,7 +75,7 @@ def documents(wheel: Path, seen: set[str]):
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("out", type=local_path, help="the file to write, .tar.xz")
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, help=f"to download ({len(PACKAGES)} packages)")
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, help=f"names for pip ({len(PACKAGES)})")
     parser.add_argument("--tokenizer", default="gpt2")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
