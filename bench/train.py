@@ -631,8 +631,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps of a round (2)")
     parser.add_argument("--pairs", type=int, default=5, help="number of rounds (5)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round (2)")
-    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="afterwards, profile this many "
-                        "steps and show the slowest kernels (0)")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="afterwards, profile "
+                        "this many steps and show the slowest kernels (0)")
     parser.add_argument("--fast", action="store_true", help="ours without deterministic algorithms")
     parser.add_argument("--wrap-fa4", action="store_true", help="ours with FlashAttention 4, wrapped for "
                         "torch before 2.14")
