@@ -51,8 +51,8 @@ def test_links(path):
     assert links_of(path)
 
 
-def test_links_of_results():
-    for path in RESULTS:
+def test_links_of_results_and_changes():
+    for path in [*RESULTS, ROOT / "CHANGELOG.md"]:
         links_of(path)
 
 
