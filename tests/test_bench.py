@@ -429,15 +429,15 @@ def test_steps():
     assert done.code == 0 and re.search(r"^gpt2: .* ratio [\d.]+, 95 % interval", done.out, re.M), done.out
 
 
-# Sizes in the table of docs/clusters.md: tokens, steps, three cells measured or not, GB, hours on 1 and 8
+# Rows of the table in docs/clusters.md: the size, and all other cells
 COSTS = re.findall(r"^\| (?:GPT-2|HRM|MLM) `(?P<size>[\w-]+)` \| (.+) \|$",
                    (ROOT / "docs" / "clusters.md").read_text(), re.M)
 TRAINER_OF = {size: name for name in ("gpt2", "hrm", "mlm")
               for size in importlib.import_module(f"train_{name}").SIZES if size not in ("tiny", "puzzle")}
 
 
-@pytest.mark.parametrize("size, cells", [pytest.param(*row, marks=[pytest.mark.full] * (row[0] != "gpt2"))
-                                         for row in COSTS])
+@pytest.mark.parametrize("size, cells", [
+    pytest.param(*row, id=row[0], marks=[pytest.mark.full] * (row[0] != "gpt2")) for row in COSTS])
 def test_the_table_of_costs_is_what_cost_says(size, cells):
     """A size that was not timed has nothing in the measured columns."""
     cost = module_of("cost")
@@ -452,7 +452,7 @@ def test_the_table_of_costs_is_what_cost_says(size, cells):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size, cells", COSTS)
+@pytest.mark.parametrize("size, cells", [pytest.param(*row, id=row[0]) for row in COSTS])
 def test_the_memory_in_the_table_of_costs_is_what_cost_says(size, cells):
     cost = module_of("cost")
     assert cells.split(" | ")[4] == cost.rounded(cost.memory(TRAINER_OF[size], size))
