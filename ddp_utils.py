@@ -1473,8 +1473,6 @@ class Checkpoints:
                       "checkpoint holds it: if --eval-only or --prompt needs it, make it a persistent buffer")
         world = self.world
         self.saved_step = step
-        say_on_other_nodes(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a "
-                                  "checkpoint")
         # Until the last checkpoint is written, its copies are in use. That may take longer than --timeout, so
         # all ranks wait in many short collectives.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
@@ -1630,7 +1628,8 @@ def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
     """
     hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
     at_end.callback(hook.remove)
-    log.loggers.append(monitor.MeanLoss(run, log, hook))
+    whole = all(p.requires_grad for p in model.parameters())
+    log.loggers.append(monitor.MeanLoss(run, log, hook, whole))
 
 
 def warn_of_changes(run: Run, model: nn.Module):

@@ -474,10 +474,11 @@ class MeanLoss:
     """A logger that warns if a trainer's loss is a mean over the micro-batch, as F.cross_entropy returns by
     default. The loop divides by the labels of the step, and so does the log, so the losses are too small by
     that factor. It judges up to the first evaluation of this start: later the model may know texts by heart.
+    If only a part of the model is trained, not the `whole`, its gradient norm says nothing.
     """
 
-    def __init__(self, run, log, hook):
-        self._run, self._log, self._hook = run, log, hook
+    def __init__(self, run, log, hook, whole: bool):
+        self._run, self._log, self._hook, self._whole = run, log, hook, whole
         self._first = None  # the first loss since this start
         # the first loss can't be far below this one; with --init-from only the evaluation tells
         self._usual = log.entropy
@@ -495,7 +496,8 @@ class MeanLoss:
             self._loss = record["loss"]
             norm = record.get("grad_norm") or 0
             # a sum's norm is 5 to 40 times this bound, a mean's half of it; few labels don't show it
-            if not self._first and 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels:
+            small = 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels
+            if small and self._whole and not self._first:
                 self._log.say(
                     f"WARNING: the gradient norm {norm:.2g} is far too small for this loss: the objective "
                     "seems to be a mean, so return a sum over labels")

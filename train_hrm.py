@@ -144,8 +144,9 @@ def main(argv: list[str] | None = None):
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
+    now = f", now {plan(step)[1]}" * (step > 0 and low < high)  # more steps stretch the ramp
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
-            f"{graph}")
+            f"{graph}{now}")
     state.warm_up(*examples)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)

@@ -71,8 +71,9 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
     assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
     shape = r"size +GPT2 tiny, seq_len 32, attention causal, n_layer 1, d_model 32\n"
     assert re.search(shape, done.out), done.out
-    used = GPT2.here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20",
-                     "--temperature", "0")
+    exported = GPT2.here("--out", out, "--export")
+    assert exported.code == 0, exported.out
+    used = GPT2.here("--out", out, "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
     assert "GLOO_SOCKET_IFNAME" not in os.environ  # for what a notebook starts next
     assert used.code == 0, used.out
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")

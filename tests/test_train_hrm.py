@@ -139,7 +139,9 @@ def test_a_finished_run_says_so_and_its_text_model_and_weights_can_be_used(tmp_p
     history = json.loads((out / "history.json").read_text())
     assert history["step"][-2:] == [20, 20] and history["val_loss"][-2:] == [None, evaluated["val_loss"]]
 
-    used = here("--out", out, "--export", "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
+    exported = here("--out", out, "--export")
+    assert exported.code == 0, exported.out
+    used = here("--out", out, "--prompt", "def ", "--max-new-tokens", "20", "--temperature", "0")
     assert used.code == 0, used.out
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "hf")
