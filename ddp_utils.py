@@ -98,7 +98,7 @@ from loggers.machine import combined, hardware, machine_curves, memory_gb
 from loggers.mfu import MFU
 from loggers.start import loggers_of, say_plan, what_next
 from model import blocks_of, compute_dtype, copied_buffers, first_values, num_params, use_device
-from ops.device import keep_freed_memory, use_libdevice_of_triton
+from ops.device import compiles, keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA, local_shard
 from ops.flash_attention_4 import take
 from prepare.vocabulary import tokenizer_of_run, without_surrogates
@@ -367,13 +367,6 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
     return chosen, backend
 
 
-def compiles(choice: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled: `choice` if given (--compile, --no-compile), otherwise on newer GPUs."""
-    if choice is None:  # Triton and CUDA 13 need compute capability 7.5
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
-    return choice
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Agreement
 
@@ -472,12 +465,6 @@ def assert_in_sync(model: nn.Module, begun: bool = True):
                      "the same way on all ranks: draw random numbers with torch's own generator, which "
                      "new_model leaves in the same state on all ranks, or with ddp_utils.generator.")
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
-
-
-def say_on_other_nodes(world: World, text: str):
-    """Prints `text` once on each node except rank 0's. Otherwise those nodes would print nothing."""
-    if world.local_rank == 0 and not world.is_rank0:
-        say(f"{world.prefix} {text}")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1287,8 +1274,10 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
             candidates.append(best)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
-            # best.pt isn't a candidate if the others were renamed as damaged
-            such_as = f", such as {best}" * best.exists()
+            runs = sorted({str(file.parents[1]) for file in there.parent.glob("*/checkpoints/*.pt")})
+            if best.exists():  # it isn't a candidate if the others were renamed as damaged
+                runs = [str(best)]
+            such_as = f", such as {listed(runs)}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"for a model from Hugging Face use --init-from hf:{where}.")
         damaged = []
@@ -1617,8 +1606,8 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
     say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
              compiles(settings["compile"], world.device))
     warn_of_changes(run, model)
-    say_on_other_nodes(world, f"{HOST}, {hardware(world.device)}, {world.backend}, "
-                       f"torch {torch.__version__}")
+    if world.local_rank == 0 and not world.is_rank0:  # the only line that these nodes print
+        say(f"{world.prefix} {HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
     return log
 
 
@@ -1928,4 +1917,3 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
         if not stop.is_orphan():
             raise
         checkpoints.close()  # raises if that is the error
-    say_on_other_nodes(world, f"{ending} on node 0")

@@ -5,6 +5,8 @@ import importlib.util
 import os
 from pathlib import Path
 
+import torch
+
 
 def keep_freed_memory():
     """Makes glibc keep freed memory for the next tensors. By default glibc returns large blocks to the
@@ -25,3 +27,10 @@ def use_libdevice_of_triton():
         path = Path(triton.origin).parent / "backends/nvidia/lib/libdevice.10.bc"
         if path.exists():
             os.environ.setdefault("TRITON_LIBDEVICE_PATH", str(path))
+
+
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """Whether blocks are compiled: `choice` if given (--compile, --no-compile), otherwise on newer GPUs."""
+    if choice is None:  # Triton and CUDA 13 need compute capability 7.5
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
+    return choice
