@@ -220,7 +220,7 @@ def test_limits_are_named_as_flags(corpus, tmp_path, monkeypatch):
 
 def test_a_trainer_names_its_own_flag_and_the_form_of_bpe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="in training --seq-len, must be 4 or more"):
+    with pytest.raises(UserError, match="--seq-len. must be 4 or more"):
         pipeline.locate("task:addition", "bytes", 0, 0, row=3)
     with pytest.raises(UserError, match="unknown tokenizer 'bpe:32k', .* bpe:N .trained on the data"):
         load_tokenizer("bpe:32k")
