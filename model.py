@@ -1016,8 +1016,8 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
 
 
 def first_values(optimizer: torch.optim.Optimizer) -> dict:
-    """What another optimizer of this kind makes in a step of zeros, beside tensors in its state. {} if its
-    constructor needs more arguments.
+    """What a step with zero gradients adds to a new optimizer of the same class: entries of its parameter
+    group, and entries of its state that are not tensors. {} if its constructor needs more arguments.
     """
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros_like(p)

@@ -106,7 +106,7 @@ class ShardWriter:
     directory: Path
     manifest: dict
     thread: ThreadPoolExecutor
-    reading: dict  # a Source's
+    reading: dict  # Source.reading, which the manifest records
 
     def __post_init__(self):
         shards = self.manifest["shards"]

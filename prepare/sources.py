@@ -569,8 +569,8 @@ NO_TEXT = {rb"\x28\xb5\x2f\xfd": "compressed: decompress it with zstd -d, and gi
                                                   "the files in it",
            rb"%PDF-": "a PDF: convert it to text, for example with pdftotext",
            rb"PAR1": "a parquet file: put parquet: before its name",
-           rb"\xff{4}.{3}\0": "an Arrow file, as save_to_disk writes it: in Python, "
-                             "datasets.load_from_disk(FOLDER).to_parquet('x.parquet') makes a file for "
+           rb"\xff{4}.{3}\0": "an Arrow file, as save_to_disk writes it: in Python, run "
+                             "datasets.load_from_disk(FOLDER).to_parquet('x.parquet'), and use "
                              "parquet:x.parquet",
            rb"\xd0\xcf\x11\xe0|\{\\rtf": "a document: save it as plain text"}
 
