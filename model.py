@@ -310,14 +310,14 @@ def init_normal(weight: Tensor, std: float):
     weight.data.mul_(std / 0.98658)
 
 
-DROPOUT = "probability of dropping an activation while training"
+DROPOUT = "probability of dropping an activation in training"
 
 
 @dataclass
 class ModelConfig:
     vocab_size: int = 50257  # ids in use; the embedding table has `padded_vocab` rows
     padded_vocab: int = 50304
-    seq_len: int = flag(1024, "context of the model: tokens in a row")
+    seq_len: int = flag(1024, "context length in tokens")
 
     @property
     def depth(self) -> int:
@@ -363,10 +363,10 @@ class CausalConfig(ModelConfig):
 class AttentionConfig(CausalConfig):
     """Configuration of a model that builds its attention mask with CausalLM.mask."""
 
-    attention: str | None = flag(None, "causal: a token sees all earlier ones of its row; isolated: those "
-                                 "of its document; prefix: a prompt also sees all of itself (default: "
-                                 "causal; with pairs prefix for the HRM, as published, and isolated for "
-                                 "GPT-2, which has no prefix in other programs)",
+    attention: str | None = flag(None, "causal: all earlier tokens; isolated: of the document; prefix: a "
+                                 "prompt also sees all of itself\nDefault: causal. With pairs, prefix for "
+                                 "the HRM, as published, and isolated for GPT-2, because other programs have "
+                                 "no prefix for it.",
                                  ("prefix", "isolated", "causal"))
     OF_PAIRS: ClassVar[str] = "prefix"  # the default on pairs of prompt and response
 
@@ -522,16 +522,16 @@ class HRMConfig(AttentionConfig):
     d_model: int = flag(1536, "channels")
     dropout: float = flag(0.0, DROPOUT)
     ff: int = flag(4096, "hidden units of the MLP")
-    h_cycles: int | str = flag(2, "cycles, each of --l-cycles calls of the stack L and one of H; a range "
-                               "such as 4:8 draws their number anew for each training step", type=str)
+    h_cycles: int | str = flag(2, "cycles of the model; 4:8 draws a number for each training step\n"
+                               "A cycle is --l-cycles calls of the stack L and one of H.", type=str)
     l_cycles: int = flag(3, "calls of the fast stack L in each cycle")
-    bp_cycles: int = flag(0, "backpropagate through this many whole cycles, the last ones; 0: --bp-steps")
-    init: str | None = flag(None, "identity: blocks start by adding zero to the residual stream, and the "
-                            "head starts small; published: as in HRM-Text", ("identity", "published"))
+    bp_cycles: int = flag(0, "backpropagate through this many of the last cycles; 0: see --bp-steps")
+    init: str | None = flag(None, "identity: blocks first add zero, and the head is small; published: as in "
+                            "HRM-Text", ("identity", "published"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
-    eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training, of a range twice "
-                            "the most)")
+    eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training)\n"
+                            "After training with 4:8 cycles the default is 16.")
     least_cycles: int = 0  # the smallest number of cycles in training; 0: always h_cycles
     max_cycles: int = 4  # the largest number of cycles with `halt`
     rope_theta: float = 10000.0
@@ -759,11 +759,11 @@ MODERN_THETA = 10000.0  # RoPE base with --modern
 class GPT2Config(AttentionConfig):
     n_layer: int = flag(12, "blocks")
     n_head: int = flag(12, "attention heads")
-    d_model: int = flag(768, "channels; the MLP has four times as many, with --modern 8/3 as many")
+    d_model: int = flag(768, "channels\nThe MLP has four times as many, with --modern 8/3 as many.")
     dropout: float = flag(0.0, DROPOUT)
-    modern: bool = flag(False, "the block of the HRM with normalized queries and keys: gated attention, "
-                        "SwiGLU, RMSNorm, rotary positions, zero-initialised projections; an untied head; "
-                        "best with --optimizer muon")
+    modern: bool = flag(False, "modern blocks: gated attention, QK-norm, SwiGLU, RMSNorm, rotary positions\n"
+                        "As in the HRM, but with normalized queries and keys. Projections start at zero, and "
+                        "the head is untied. Best with --optimizer muon.")
     norm_eps: float = 1e-5
     OF_PAIRS: ClassVar[str] = "isolated"
 

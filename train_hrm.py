@@ -61,9 +61,9 @@ def as_range(low: int, high: int) -> str:
 def parse_args(argv: list[str] | None = None) -> Command:
     parser = make_parser(__doc__, HRMConfig, SIZES)
     flag = flag_group(parser, "recurrence")
-    flag("--bp-steps", str, "last stack calls that backpropagation goes through: a number, or a ramp "
-         "A:B over the first fifth of the run (2:5, further for more cycles; with --init-from no ramp); "
-         "if given, --bp-cycles does not count")
+    flag("--bp-steps", str, "backpropagate through this many last stack calls; 2:5 grows over the first "
+         "fifth\nDefault: 2:5, and further for more cycles; with --init-from it doesn't grow. Replaces "
+         "--bp-cycles.")
     command = parse_flags(parser, HRMConfig, SIZES, argv)
     if "bp_steps" in command.given:
         command.given["bp_cycles"] = 0

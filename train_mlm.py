@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> Command:
     parser = make_parser(__doc__, MLMConfig, SIZES, PRESETS)
     flag = flag_group(parser, "masked language model")
     flag("--list-presets", bool, "print all presets with their commands")
-    flag("--mask-rate", bounded(0.001, 1, open_end=True), "fraction of the tokens to be restored", 0.3)
+    flag("--mask-rate", bounded(0.001, 1, open_end=True), "fraction of the tokens to mask and restore", 0.3)
     flag("--fill", without_surrogates, "print the likeliest tokens for each [MASK] in this text")
     return parse_flags(parser, MLMConfig, RECIPES, argv)
 

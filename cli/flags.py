@@ -1,6 +1,8 @@
-"""The flags that all trainers share, and those of a model's configuration. Which of them may change when a
-run resumes, and which are refused together (refuse_together), is in cli/run.py; weights/use.py refuses those
-of --prompt and --export. --optimizer is chosen in model.py.
+"""The flags that all trainers share, and those of a model's configuration.
+
+cli/run.py says which flags may change when a run resumes, and refuses flags that can't train together
+(refuse_together). weights/use.py refuses flags that don't go with --prompt or --export. model.py makes the
+--optimizer.
 """
 
 import itertools
@@ -25,8 +27,8 @@ from prepare.vocabulary import without_surrogates
 
 
 def flag(default, help: str, type=None):
-    """A configuration field that is also a command-line flag of the trainer, with this default and help text.
-    `type`, choices or a function, is for values that are neither a number nor a switch.
+    """A configuration field that is also a command-line flag of the trainer, with this default and help (see
+    flag_group). Give `type`, choices or a function, if the value is neither a number nor a switch.
     """
     return field(default=default, metadata={"help": help, "type": type})
 
@@ -42,25 +44,28 @@ def flags_of_model(config_class: type, args) -> dict:
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
+# What --help shows of the flags that all trainers share; --help-all shows all of them
+USUAL = ("--data --tokenizer --max-tokens --steps --epochs --global-batch --batch --lr --precision "
+         "--checkpoint-activations --strategy --out --eval-every --save-every --resume --init-from --wandb "
+         "--eval-only --prompt --chat --temperature --top-k").split()
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
-    """The parser of a trainer: --size or --preset, its model's flags, and those that all trainers share."""
+    """The parser of a trainer: --size or --preset, the flags of its model, and those that all share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
     parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]")
     parser.epilog = table_of_sizes(keys, config_class, sizes)
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--size", choices=sizes, help="a row of the defaults below (tiny)")
+    choice.add_argument("--size", choices=sizes, help="model and recipe: a column of the table below (tiny)")
     if presets:
-        choice.add_argument("--preset", dest="size", choices=presets, help="a recipe instead of a --size")
+        choice.add_argument("--preset", dest="size", choices=presets, metavar="NAME",
+                            help="a recipe of --list-presets, instead of --size")
     flag = flag_group(parser, "model")
     for option in flag_fields(config_class):
         kinds = {bool: BooleanOptionalAction, int: positive_int if option.default != 0 else nonnegative_int}
-        text = option.metadata["help"]
-        if option.name not in keys and option.default is not None and option.type is not bool:
-            text += f" ({option.default})"  # `parse_flags` sets it, because sizes have their own
         kind = option.metadata["type"] or kinds.get(option.type, fraction)
-        flag(f"--{option.name.replace('_', '-')}", kind, text)
+        default = None if option.name in keys or option.type is bool else option.default  # to show
+        flag(f"--{option.name.replace('_', '-')}", kind, option.metadata["help"], default)
     add_training_flags(parser)
     if hasattr(config_class, "response"):  # a CausalConfig: the model writes text
         add_text_flags(parser)
@@ -68,101 +73,98 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
 
 
 def add_training_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "data")
-    flag("--data", expanded, "a prepared directory, or a source such as stdlib, text:GLOB or fineweb-edu, "
-         "which is prepared if needed (from the hub 20 tokens per parameter); A,B,B reads two directories, "
-         "and B twice in each epoch")
-    flag("--tokenizer", expanded, "gpt2, cl100k_base, o200k_base, bytes, bpe:N or the path of a "
-         "tokenizer.json (default: that of the prepared data; bpe:4096 for stdlib, bytes for task:addition, "
-         "else gpt2)")
-    flag("--max-tokens", parse_count, "prepare at most this many training tokens, of pairs before they are "
-         "packed: 500k, 20M, 1.5B")
+    flag = flag_group(parser, "data", USUAL)
+    flag("--data", expanded, "what to train on: stdlib, 'text:books/*.txt', fineweb-edu, … or a prepared "
+         "directory\nA source is prepared first, from the hub 20 tokens per parameter. A,B,B reads two "
+         "directories, and B twice per epoch.")
+    flag("--tokenizer", expanded, "gpt2, cl100k_base, o200k_base, bytes, bpe:4096 or the path of a "
+         "tokenizer.json\nbpe:N trains N tokens on the data. Default: as in the prepared data; for new "
+         "data gpt2, except bpe:4096 for stdlib and bytes for task:addition.")
+    flag("--max-tokens", parse_count, "prepare at most this many training tokens, before pairs are packed: "
+         "500k, 20M, 1.5B")
     flag("--max-samples", parse_count, "prepare at most this many documents")
     flag("--min-words", positive_int, "prepare only documents with at least this many words")
-    flag("--seed", bounded(0, 2**31, int),
-         "seed of weights, sample order, dropout and samples of text", 0)
-    flag = flag_group(parser, "steps and batches")
+    flag("--seed", bounded(0, 2**31, int), "seed of weights, sample order, dropout and samples of text", 0)
+    flag = flag_group(parser, "steps and batches", USUAL)
     flag("--steps", positive_int, "optimizer steps of the run")
     flag("--epochs", bounded(1e-9), "passes over the data, instead of --steps")
-    flag("--global-batch", positive_int, "sequences in a step, summed over all processes")
-    flag("--batch", positive_int, "sequences in a micro-batch (default: the largest divisor up to the "
-         "table's)")
-    flag("--grad-accum", positive_int, "micro-batches in a step, instead of --batch")
-    flag = flag_group(parser, "optimization")
-    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for "
-         "the rest; adam-atan2: AdamW without an epsilon, as HRM-Text has it", "adamw")
+    flag("--global-batch", positive_int, "sequences per step, over all processes")
+    flag("--batch", positive_int, "sequences per micro-batch, on one process\n"
+         "Default: the largest number up to the table's that divides the step evenly.")
+    flag("--grad-accum", positive_int, "micro-batches per step, instead of --batch")
+    flag = flag_group(parser, "optimization", USUAL)
+    flag("--optimizer", ("adamw", "muon", "adam-atan2"), "muon: for matrices in blocks, AdamW for the rest; "
+         "adam-atan2: AdamW without epsilon", "adamw")
     flag("--lr", bounded(0), "peak learning rate")
     flag("--schedule", ("cosine", "wsd", "constant"), "wsd: constant, then falling (--decay)", "cosine")
-    flag("--min-lr", fraction, "rate of the last step of cosine and wsd, as a fraction of --lr", 0.1)
-    flag("--decay", bounded(0.001, 1), "last part of the steps of wsd in which the rate falls", 0.2)
-    flag("--warmup", steps_or_fraction, "steps of linear warm-up; below 1 a fraction of the run "
-         "(default: see below; in proportion where a run has fewer steps than its size)")
+    flag("--min-lr", fraction, "last learning rate of cosine and wsd, as a fraction of --lr", 0.1)
+    flag("--decay", bounded(0.001, 1), "fraction of the steps in which the rate of wsd falls", 0.2)
+    flag("--warmup", steps_or_fraction, "steps of linear warm-up, or below 1 a fraction of the run\n"
+         "Default: see the table. A run with fewer steps than its size warms up for fewer, too.")
     flag("--weight-decay", bounded(0), "weight decay of matrices", 0.1)
     flag("--grad-clip", bounded(0), "clip the gradient norm to this; 0: no clipping", 1.0)
-    flag("--ema", fraction, "decay of averaged weights for evaluation, --prompt and --export, after n steps "
-         "at most (1 + n) / (10 + n); 0: off", 0.0)
-    flag = flag_group(parser, "running")
-    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations (parameters: fp32); "
+    flag("--ema", fraction, "decay of averaged weights, to evaluate, prompt and export; try 0.999; 0: off\n"
+         "After n steps the decay is at most (1 + n) / (10 + n).", 0.0)
+    flag = flag_group(parser, "running", USUAL)
+    flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations; parameters stay fp32\n"
          "auto: bf16 where the hardware has it", "auto")
-    flag("--checkpoint-activations", ("none", "selective", "block"), "recompute in the backward "
-         "pass, exactly: block keeps only the input of a block, selective the matrix products too (compiled "
-         "on GPUs, some sums are then rounded otherwise); large sizes of the HRM have a default, for 80 GB",
-         "none")
-    flag("--strategy", STRATEGIES, "what is sharded across processes: nothing, the optimizer state, "
-         "also gradients, also parameters, also into host memory; each resumes from any other", "ddp")
+    flag("--checkpoint-activations", ("none", "selective", "block"), "recompute activations to save memory "
+         "(exact): block saves the most, selective is faster\nblock keeps only the input of each block, "
+         "selective also matrix products. Compiled on GPUs, selective rounds some sums differently. Large "
+         "sizes of the HRM have a default, for GPUs of 80 GB.", "none")
+    flag("--strategy", STRATEGIES, "what to shard across processes, to save memory\n"
+         "zero1: optimizer state; zero2: also gradients; zero3: also parameters; zero3-offload: the same, in "
+         "host memory. A run can resume with any of them.", "ddp")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")
     parser.add_argument("--dry-run", nargs="?", const="", metavar="GPUSxGB",
-                        help="only estimate the memory of each process: here, or on 8x141 (8 GPUs of 141 GB)")
-    flag("--comm", ("fp32", "bf16", "late"), "type of what is sent: with --strategy ddp gradients, with "
-         "shards and bf16 activations the parameters and gradients of blocks; late, for slow links: int8 "
-         "gradients, sent during the next step and applied one step late, best with --optimizer muon", "fp32")
-    flag = flag_group(parser, "output")
-    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA); if it holds one, that is "
-         "resumed or used as it was, but for the flags that are given")
+                        help="only estimate memory, for this machine or for 8x141 (8 GPUs with 141 GB each)")
+    flag("--comm", ("fp32", "bf16", "late"), "what processes send each other; bf16 and late help slow "
+         "networks\nbf16: gradients of ddp; parameters and gradients of blocks with shards and bf16 "
+         "activations. late: int8 gradients, applied one step late; best with --optimizer muon.", "fp32")
+    flag = flag_group(parser, "output", USUAL)
+    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA)\n"
+         "A run that is there is resumed or used. It keeps its own flags, except those that you give.")
     flag("--log-every", positive_int, "steps between log lines", 10)
     flag("--eval-every", positive_int, "steps between evaluations")
-    flag("--eval-batches", nonnegative_int, "batches of a validation set to evaluate, each with the table's "
-         "global_batch sequences, whatever --global-batch is; 0: all")
+    flag("--eval-batches", nonnegative_int, "batches per validation set, of the table's global_batch; 0: all")
     flag("--save-every", positive_int, "steps between checkpoints")
-    flag("--keep-last", positive_int, "checkpoints to keep, beside the best", 3)
-    flag("--resume", expanded, "auto: from the newest checkpoint in --out; none: start from scratch, in "
-         "an --out without checkpoints; or the path of a checkpoint or of a run directory", "auto")
-    flag("--init-from", expanded, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory, "
-         "by default for 3 epochs of 32 sequences a step, with a learning rate of 3e-5 and no warm-up")
-    flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb); with "
-         "WANDB_MODE=offline into wandb/ of the run, for wandb sync")
-    flag("--eval-only", bool, "evaluate the newest checkpoint, or that of --resume, on the validation "
-         "sets of --data (default: of the run), and do nothing else: prints a line and a JSON object, and "
-         "leaves the run as it is")
+    flag("--keep-last", positive_int, "checkpoints to keep, besides the best", 3)
+    flag("--resume", expanded, "auto: the newest checkpoint in --out; none: start over; or the path of a "
+         "checkpoint or run\nnone needs an --out without checkpoints.", "auto")
+    flag("--init-from", expanded, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory\n"
+         "Then the defaults are 3 epochs, 32 sequences per step, a learning rate of 3e-5 and no warm-up.")
+    flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb)\n"
+         "With WANDB_MODE=offline it logs to wandb/ in the run; upload that with wandb sync.")
+    flag("--eval-only", bool, "evaluate the newest checkpoint, or --resume, without training\n"
+         "It prints a line and a JSON object. --data names other validation sets. The run stays as it is.")
     parser.add_argument("--export", nargs="?", const="hf", default=False, choices=("hf", "gguf"),
-                        help="write hf/ for transformers, or with gguf model.gguf for llama.cpp, from the "
-                        "newest checkpoint, without training")
+                        help="write hf/ for transformers, or model.gguf for llama.cpp, without training")
 
 
 def add_rare_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "rarely needed")
+    flag = flag_group(parser, "rarely needed", USUAL)
     flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
-    flag("--fast", BooleanOptionalAction, "on GPUs, allow non-deterministic kernels: the last bits then "
-         "change when a run resumes, and in compiled blocks with --checkpoint-activations block")
+    flag("--fast", BooleanOptionalAction, "on GPUs, allow kernels that are faster but not deterministic\n"
+         "The last bits then change after a resume, and in compiled blocks that are recomputed.")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
 
 
 def add_text_flags(parser: ArgumentParser):
-    flag = flag_group(parser, "prompts and responses")
+    flag = flag_group(parser, "prompts and responses", USUAL)
     flag("--loss", ("response", "all"), "tokens to learn (default: response with pairs, else all)")
     text = without_surrogates
-    flag("--prompt", text, "continue or answer a text with the newest checkpoint, without training")
-    flag("--chat", bool, "answer prompts that are typed in, one after another; --chat < FILE: each line")
-    flag("--condition", text, "text, or name of a special token, to put in front of a prompt", "")
-    flag("--sample-prompt", text, "prompt of the samples (default with pairs: a held-out one)", "")
+    flag("--prompt", text, "continue or answer this text with the newest checkpoint, without training")
+    flag("--chat", bool, "answer the prompts that you type; with --chat < FILE, each line of the file")
+    flag("--condition", text, "text, or name of a special token, to put before each prompt", "")
+    flag("--sample-prompt", text, "prompt of samples in training (default with pairs: a held-out one)", "")
     flag("--sample-every", nonnegative_int, "evaluations between samples; 0: only at the end", 0)
-    flag = flag_group(parser, "sampling")
+    flag = flag_group(parser, "sampling", USUAL)
     flag("--num-samples", positive_int, "texts for each --prompt, written at once", 1)
-    flag("--max-new-tokens", positive_int, "length of a sample (200; an answer's: to the end of the context)")
-    flag("--temperature", bounded(0), "0: always the likeliest token", 0.8)
-    flag("--top-k", nonnegative_int, "likeliest ids to keep; 0: all", 50)
-    flag("--top-p", bounded(0, 1), "then the likeliest ids whose probabilities reach this sum", 1.0)
+    flag("--max-new-tokens", positive_int, "tokens in a sample (default: 200; an answer: up to the context)")
+    flag("--temperature", bounded(0), "how random samples are; 0: always the likeliest token", 0.8)
+    flag("--top-k", nonnegative_int, "50 samples from the 50 likeliest tokens; 0: from all", 50)
+    flag("--top-p", bounded(0, 1), "0.9 then keeps the fewest of them that add up to 90 %%", 1.0)
 
 
 def uses_model(args: Namespace) -> bool:
@@ -186,7 +188,7 @@ class Command:
 def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
                 argv: list[str] | None) -> Command:
     """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
-    add_rare_flags(parser)  # after those of the trainer, so that --help ends with them
+    add_rare_flags(parser)  # after those of the trainer, so that --help-all ends with them
     defaults = dict(parser._defaults)  # of set_defaults
     for action in parser._actions:
         if isinstance(action.default, str) and action.default != SUPPRESS:  # as argparse does

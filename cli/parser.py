@@ -1,4 +1,4 @@
-"""The parser of all commands, the types of their flags, and the flag that somebody may have meant."""
+"""The parser of all commands, its help, the types of flags, and hints for unknown flags."""
 
 import argparse
 import contextlib
@@ -7,16 +7,49 @@ import math
 import os
 import re
 import sys
+import textwrap
+from itertools import takewhile
 from pathlib import Path
 
 from cli.errors import UserError, local_rank
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """--help: leaves out rare flags (see flag_group), and shows only the first line about the others."""
+
+    full = False
+
+    def add_argument(self, action):
+        if self.full or not getattr(action, "rare", False):
+            super().add_argument(action)
+
+    def _get_default_metavar_for_optional(self, action):
+        is_number = re.search("number|count|int", getattr(action.type, "__name__", ""))
+        return "N" if is_number else super()._get_default_metavar_for_optional(action)
+
+    def _split_lines(self, text, width):
+        lines = text.splitlines() if self.full else [text.partition("\n")[0]]
+        return [row for line in lines for row in textwrap.wrap(line, width, break_on_hyphens=False)]
+
+
+class FullHelp(Help):
+    """--help-all: all flags, with all that there is to say about them."""
+
+    full = True
+
+
+class HelpAll(argparse._HelpAction):
+    def __call__(self, parser, *given):
+        parser.formatter_class = FullHelp
+        super().__call__(parser, *given)
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """The parser of all commands. A mistake raises UserError; one process per node prints the help."""
+    """The parser of all commands. A mistake raises UserError. One process per node prints the help."""
 
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(formatter_class=Help, allow_abbrev=False, **kwargs)
+        self.add_argument("--help-all", action=HelpAll, help="show all flags, and more about each of them")
         for name in ("stdin", "stdout", "stderr"):
             if getattr(sys, name) is None:  # it was closed, as by >&-
                 setattr(sys, name, open(os.devnull, "r+"))
@@ -26,17 +59,17 @@ class ArgumentParser(argparse.ArgumentParser):
                     stream.reconfigure(errors="replace")
 
     def parse_known_args(self, args=None, namespace=None):
-        parsed, unknown = super().parse_known_args(args, namespace)
-        for word in unknown:
-            if near := nearest_flag(word, self._option_string_actions):
-                self.error(f"unrecognized arguments: {' '.join(unknown)}; the nearest flag to "
-                           f"{word.partition('=')[0]} is {near}")
-        return parsed, unknown
+        """Names all unknown flags at once, even if a required one is missing, too."""
+        words = takewhile("--".__ne__, sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+        unknown = [name + hint_for(name, known) for name in names if name not in known and " " not in name]
+        if unknown and not self._subparsers:
+            self.error(f"unrecognized arguments: {', '.join(unknown)}")
+        return super().parse_known_args(args, namespace)
 
     def check_row(self, name: str, row: dict):
-        """Raises UserError for a row of the sizes with a key that is no flag or a value that its flag
-        refuses.
-        """
+        """Raises UserError for a row of the sizes if a key isn't a flag or its flag refuses the value."""
         for key in row.keys() - {"vocab_size"}:
             value = row[key]
             switch = isinstance(value, bool)
@@ -50,7 +83,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message):
         message = message.replace("ignored explicit argument", "it takes no value, not")
-        raise UserError(f"{message}; --help lists all flags.")
+        raise UserError(f"{message}; --help-all lists all flags.")
 
     def print_help(self, file=None):
         if local_rank() == 0:
@@ -65,18 +98,23 @@ def parse_count(text: str) -> int:
     return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2].lower()])
 
 
-def flag_group(parser: ArgumentParser, title: str):
+def flag_group(parser: ArgumentParser, title: str, usual: list[str] | None = None):
     """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
     type is bool, an action of argparse, a tuple of choices or a function.
+
+    --help shows the first line of a flag's help, which has at most 100 characters; --help-all shows all
+    lines. If there are `usual` flags, --help leaves out the others.
     """
     group = parser.add_argument_group(title)
 
     def flag(name: str, flag_type, text: str, default=None):
-        text += "" if default in (None, "") else f" ({default})"
+        if default not in (None, ""):
+            first, newline, more = text.partition("\n")
+            text = f"{first} ({default}){newline}{more}"
         kind = {"choices" if isinstance(flag_type, tuple) else "type": flag_type, "default": default}
         if flag_type in (bool, argparse.BooleanOptionalAction):
             kind = {"action": "store_true" if flag_type is bool else flag_type}
-        group.add_argument(name, help=text, **kind)
+        group.add_argument(name, help=text, **kind).rare = usual is not None and name not in usual
 
     return flag
 
@@ -124,40 +162,81 @@ def steps_or_fraction(text: str) -> int | float:
     return int(value) if value >= 1 else value
 
 
-# flags of other programs, by ours; those that difflib finds by itself are not here, and "" are none of ours
-OTHER_NAMES = {
-    "--lr": "learning-rate", "--steps": "max-steps max-iters iters num-iterations total-steps train-steps",
-    "--epochs": "num-train-epochs", "--schedule": "lr-scheduler-type", "--warmup": "warmup-steps",
-    "--min-lr": "lr-min min-lr-ratio", "--decay": "warmdown-ratio",
-    "--batch": "micro-batch-size micro-batch device-batch-size per-device-train-batch-size",
-    "--global-batch": "train-batch-size total-batch-size",
-    "--grad-accum": "gradient-accumulation gradient-accumulation-steps accumulate-grad-batches",
-    "--grad-clip": "max-grad-norm", "--weight-decay": "wd",
-    "--seq-len": "block-size context context-length max-length sequence-length n-ctx",
-    "--d-model": "n-embd hidden-size hidden-dim embed-dim dim width", "--size": "model model-size",
-    "--n-layer": "depth num-hidden-layers h-layers", "--n-head": "num-attention-heads",
-    "--precision": "dtype fp16 bf16 amp use-amp autocast",
-    "--init-from": "model-name-or-path model-name pretrained from-pretrained",
-    "--data": "data-path dataset-name train-data train-file",
-    "--out": "out-dir output-dir save-dir log-dir logging-dir run-name",
-    "--resume": "resume-from-checkpoint checkpoint load-checkpoint",
-    "--log-every": "log-interval logging-steps log-steps", "--eval-every": "eval-interval eval-steps",
-    "--save-every": "save-steps save-interval", "--keep-last": "save-total-limit",
-    "--checkpoint-activations": "gradient-checkpointing", "--wandb": "report-to", "--temperature": "temp",
-    "--compile": "torch-compile", "--eval-only": "evaluate do-eval",
-    "": "max-new-tokens lora port sample num-samples eval-strategy attention-dropout input text-field "
-        "prompt-field response-field condition-field",
-}
+steps_or_fraction.__name__ = "number"  # for argparse: "invalid number value"
 
 
-def nearest_flag(word: str, known: list[str]) -> str:
-    """The one of the `known` flags that somebody may have meant who typed `word`, or ""."""
-    name = word.partition("=")[0].replace("_", "-").lstrip("-")
-    for flag, others in OTHER_NAMES.items():
-        if name in others.split():
-            return flag if flag in known else ""
-    near = difflib.get_close_matches(name, [flag.removeprefix("--") for flag in known], 1, 0.65)
-    return f"--{near[0]}" if near and word.startswith("--") else ""
+# What to use instead of the flags of other programs, where difflib would not find it. No name before the
+# colon: not needed.
+OTHER_NAMES = """
+--lr: learning-rate max-lr peak-lr
+--steps: max-steps max-iters iters num-iterations num-steps total-steps train-steps train-iters
+--steps: max-train-steps
+--epochs: num-epochs num-train-epochs max-epochs
+--schedule: lr-scheduler-type lr-scheduler scheduler
+--warmup: warmup-steps warmup-iters warmup-ratio num-warmup-steps
+--min-lr: lr-min min-lr-ratio min-learning-rate
+--decay: warmdown-ratio decay-frac
+--optimizer: optim
+--weight-decay: wd
+--batch or --global-batch: batch-size
+--batch: micro-batch-size micro-batch device-batch-size per-device-train-batch-size
+--global-batch: train-batch-size total-batch-size effective-batch-size global-batch-size
+--grad-accum: gradient-accumulation gradient-accumulation-steps accumulate-grad-batches accumulation-steps
+--grad-clip: max-grad-norm clip-grad-norm gradient-clip-val
+--seq-len: block-size context context-length max-length max-seq-length sequence-length n-ctx
+--d-model: n-embd hidden-size hidden-dim embed-dim dim width
+--n-layer: depth layers num-hidden-layers h-layers
+--n-head: heads num-attention-heads
+--dropout: attention-dropout
+--size: model model-size model-type
+--precision: dtype mixed-precision amp use-amp autocast
+--precision fp16: fp16 half
+--precision bf16: bf16 bfloat16
+--device cpu: cpu use-cpu no-cuda
+--strategy: fsdp deepspeed zero-stage
+--checkpoint-activations: gradient-checkpointing grad-checkpointing activation-checkpointing
+--compile: torch-compile
+--init-from: model-name-or-path model-name pretrained from-pretrained
+--data: dataset dataset-name data-dir data-path train-data train-file input
+--tokenizer: tokenizer-name tokenizer-name-or-path
+--out: out-dir output-dir save-dir checkpoint-dir log-dir logging-dir run-name
+--resume: resume-from-checkpoint checkpoint load-checkpoint
+--log-every: log-interval logging-steps log-steps
+--eval-every: eval-interval eval-steps eval-strategy
+--eval-batches: eval-iters
+--eval-only: evaluate do-eval
+--save-every: save-steps save-interval
+--keep-last: save-total-limit
+--wandb: report-to use-wandb wandb-log
+--prompt: start sample
+--temperature: temp
+--backend: dist-backend ddp-backend distributed-backend
+--timeout: ddp-timeout
+--text-field: text-column dataset-text-field
+--workers: num-proc num-workers preprocessing-num-workers
+data.py prepare: text-field text-column dataset-text-field prompt-field response-field condition-field
+data.py prepare: val-field val-split split-on shard-tokens
+torchrun --nproc_per_node=N: gpus num-gpus n-gpus n-gpu ngpus gpu devices nproc nproc-per-node num-processes
+torchrun --nnodes=N: nnodes nodes num-nodes n-nodes num-machines
+torchrun --node_rank=N: node-rank machine-rank
+torchrun --master_addr=HOST: master-addr main-process-ip
+torchrun --master_port=N: master-port main-process-port port
+torchrun: distributed ddp multi-gpu
+the recipe in docs/changing.md: lora use-lora peft lora-r lora-rank lora-alpha
+: local-rank rank world-size streaming num-workers dataloader-num-workers do-train shuffle flash-attn
+: overwrite-output-dir lr-decay-iters num-samples max-new-tokens pin-memory
+"""
+
+
+def hint_for(word: str, known: dict) -> str:
+    """What to use instead of an unknown flag, if the command has the `known` ones: such as " (use --lr)"."""
+    word = word.replace("_", "-")
+    found = re.findall(rf"^(.*):.* {re.escape(word[2:])}(?!\S)", OTHER_NAMES, re.M)
+    for use in found or difflib.get_close_matches(word, known, 1, 0.75):
+        # torchrun and the like only help a command that joins a process group
+        if re.sub("torchrun|data.py|the", "--backend", use).partition(" ")[0] in known:
+            return f" (use {use})"
+    return " (not needed)" if found else ""
 
 
 def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:

@@ -105,8 +105,8 @@ def start(command: "Command") -> World:
     def compare():
         if odd := find_mismatch([*map(str, flags)]):
             name = flags[odd[0]][0].replace("_", "-")
-            raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: start every node with "
-                            "the same flags; prepared pairs need the same files everywhere.")
+            raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: give every node the "
+                            "same flags and the same prepared data.")
 
     connect(world.backend, compare)
     return world
@@ -191,8 +191,8 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
     theirs, where = max(by_rank)
     first = ours[1]
     if theirs > ours:
-        raise UserError(f"{where} holds step {theirs[1]} of {out}, node0 only step {first}: start that "
-                        f"machine as node 0, copy its {out} to node 0, or, to go back, delete its later "
+        raise UserError(f"{where} holds step {theirs[1]} of {out}, but node0 only step {first}: start that "
+                        f"machine as node 0, or copy its {out} to node 0. To go back, delete its later "
                         "checkpoints.")
     if not reads and (args.resume == "none" or not first):
         return None
@@ -276,16 +276,16 @@ def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
             way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
-            raise UserError(f"{out} has no checkpoint to go on from, but {name}, which should stay: give "
-                            f"another --out{way}, or move it away.")
+            raise UserError(f"{out} has no checkpoint to resume from, but holds {name}, which a new run "
+                            f"would overwrite: give another --out{way}, or move {name} away.")
     config = monitor.read_config(out)
     begun, settings = config.get("given"), config.get("settings")
     if args.resume != "auto" or not isinstance(begun, dict) or not isinstance(settings, dict):
         return {}
     if settings["trainer"] != trainer:
-        raise UserError(f"{settings['trainer']} has begun a run in {out}: give another --out, or begin there "
+        raise UserError(f"{settings['trainer']} began a run in {out}: give another --out, or start over "
                         "with --resume none.")
-    say(f"{out} has no checkpoint yet: beginning again with the flags that it was begun with")
+    say(f"{out} has no checkpoint yet: starting over with the flags of its first start")
     if given.get("data", settings["data"]) != settings["data"]:
         begun = {name: value for name, value in begun.items()
                  if FLAGS.get(name) != OF_DATA and name != "tokenizer"}
@@ -304,8 +304,8 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
     newest = load_checkpoint(out, print)
     settings = newest["settings"]
     if settings["began"] != saved["settings"]["began"]:
-        raise UserError(f"{out} holds another run than {args.resume}: give another --out, or leave out "
-                        "--resume to go on with that.")
+        raise UserError(f"{out} holds a different run than {args.resume}: give another --out, or leave out "
+                        f"--resume to go on with the run in {out}.")
     return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
 
 
@@ -321,18 +321,15 @@ def refuse_together(args: Namespace, world: World):
     if not trains:
         return
     if sharded and args.optimizer == "muon":
-        raise UserError("--optimizer muon needs full matrices: use --strategy ddp or zero1, or start a new "
+        raise UserError("--optimizer muon needs whole matrices: give --strategy ddp or zero1, or start a new "
                         "run with --optimizer adamw.")
     dtype = compute_dtype(args.precision, world.device)
     if args.comm == "bf16" and args.strategy == "zero1":
-        raise UserError("--comm bf16 is for --strategy ddp, zero2 and zero3: give one of them, or --comm "
-                        "fp32.")
+        raise UserError("--comm bf16 needs --strategy ddp, zero2 or zero3: give one, or --comm fp32.")
     if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
-        raise UserError("--comm bf16 with shards needs bfloat16 activations: give --precision bf16, or "
-                        "--comm fp32.")
+        raise UserError("--comm bf16 with shards needs --precision bf16: give both, or --comm fp32.")
     if args.comm == "late" and (args.strategy != "ddp" or dtype == torch.float16):
-        raise UserError("--comm late needs --strategy ddp, and --precision bf16 or fp32: give those, or "
-                        "--comm fp32.")
+        raise UserError("--comm late needs --strategy ddp and --precision bf16 or fp32: or leave it out.")
 
 
 def load_data(run: Run, **more) -> Dataset:
@@ -385,11 +382,11 @@ def open_run(run: Run):
         raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
                         "lower --global-batch, or --batch and --grad-accum.")
     if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
-        text.say(f"{wanted} sequences a step do not divide among {world.world_size} processes: taking "
+        text.say(f"{wanted} sequences per step don't divide among {world.world_size} processes: taking "
                  f"{run.global_batch}")
         if abs(run.global_batch / wanted - 1) > 0.05:
-            text.say(f"WARNING: {run.global_batch} sequences a step, not {wanted}, may need another --lr: "
-                     "--global-batch chooses another number")
+            text.say(f"WARNING: {run.global_batch} instead of {wanted} sequences per step may need another "
+                     "--lr; --global-batch changes the number")
     run.steps = args.steps
     if args.epochs:  # a resumed run has done some of them
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
@@ -398,8 +395,7 @@ def open_run(run: Run):
     usual = run.row.get("steps") or 0
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
-        text.say(f"warm-up over {args.warmup} of {run.steps} steps, as over {of_size} of {usual}: --warmup "
-                 "chooses another number")
+        text.say(f"warm-up for {args.warmup} of {run.steps} steps, like {of_size} of {usual}; see --warmup")
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -414,9 +410,8 @@ def new_model(run: Run, **config) -> nn.Module:
     config = model_class.Config(padded_vocab=padded_vocab, **flags_of_model(model_class.Config, args),
                                 **config)
     if vars(config).get("attention") == "prefix" and dataset.loss == "all":
-        raise UserError("--attention prefix needs pairs and --loss response, else tokens would see what "
-                        "they are to learn: use isolated or causal, or prepare the data with "
-                        "--prompt-field and --response-field.")
+        raise UserError("--attention prefix needs pairs (--prompt-field and --response-field of data.py "
+                        "prepare) and --loss response: give both, or --attention causal or isolated.")
     if vars(config).get("response", -1) >= 0:
         sample_prompt(args, dataset)  # raises UserError now, and not after hours
     # the rest of the configuration is that of the checkpoint or of the weights

@@ -90,14 +90,14 @@ def main(argv: list[str] | None = None):
     """The command. Ctrl-C and a broken pipe end it without an error."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
-                        help="a run: prints a summary as JSON and draws its curves; several: prints a table "
-                        "of them with the flags that differ, and draws their losses as comparison.png "
-                        "(without any, readings of this machine)")
+                        help="one run: print a summary, draw its curves; several: compare them; none: watch "
+                        "this machine\nA comparison is a table with the flags that differ, and a picture, "
+                        "comparison.png.")
     parser.add_argument("--interval", type=bounded(0.1, 1e6), default=4.0,
-                        help="seconds between two readings (4)")
+                        help="seconds between readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="readings as JSON, one a line, sizes in "
-                        "bytes; several runs as one object")
+    parser.add_argument("--json", action="store_true", help="print readings as JSON, one per line and "
+                        "in bytes, or several runs as one object")
     try:
         args = parser.parse_args(argv)
         with access():

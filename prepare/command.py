@@ -92,40 +92,36 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
 def main():
     parser = ArgumentParser(description="Prepares and inspects shards of tokens.")
     commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("prepare", help="tokenize a data set into shards; run again to resume")
-    p.add_argument("--dataset", "--data", required=True, help=f"one of {SOURCES}")
-    p.add_argument("--out", type=local_path,
-                   help="directory to write (default: shards/<dataset>-<tokenizer>)")
+    p = commands.add_parser("prepare", help="tokenize a data set into shards; run it again to resume",
+                            usage="%(prog)s --dataset DATASET [FLAGS]")
+    p.add_argument("--dataset", "--data", required=True,
+                   help=f"stdlib, 'text:books/*.txt', fineweb-edu or another one of --help-all\n{SOURCES}")
+    p.add_argument("--out", type=local_path, help="directory to write (default: shards/DATASET-TOKENIZER)")
     p.add_argument("--tokenizer", type=expanded, dest="tokenizer_name",
-                   help=f"{TOKENIZERS} (default: bpe:4096 for stdlib, bytes for task:addition, else gpt2)")
+                   help=f"{TOKENIZERS}\nDefault: gpt2, but bpe:4096 for stdlib and bytes for task:addition.")
     flag = flag_group(p, "settings")
     flag("--max-samples", parse_count, "stop after this many documents: 500k, 2M")
-    flag("--max-tokens", parse_count, "take at most this many training tokens, of pairs before they are "
-         "packed")
+    flag("--max-tokens", parse_count, "stop at this many training tokens, before pairs are packed: 20M, 1.5B")
     flag("--min-words", int, "skip documents with fewer words", 0)
-    flag("--text-field", str, "field or column that holds the text, or meta.text for that inside of meta",
-         "text")
-    flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>', or "
-         "$'\\n<|endoftext|>\\n' if newlines around it belong to it (default: a file is one document)")
-    flag("--val-split", parse_val_split, "hash:F: a fraction F of the documents, by a hash of their "
-         "text; tail:F: the last part of the text (default: tail:0.1 for fewer than 100 text files, else "
-         "hash:0.01, or hash:0.1 for files of less than 40 MB in all, --max-tokens below 10M, --max-samples "
-         "below 10k, or a stdlib of less than 1,000 files; for task:addition 0.05)")
-    flag("--val-field", str, "field with a validation set for each of its values, val_VALUE, at most "
-         "16 (default: none; for task:addition the level)")
+    flag("--text-field", str, "field or column with the text; meta.text is the field text in meta", "text")
+    flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>'\n"
+         "If it includes the newlines around it: $'\\n<|endoftext|>\\n'. Default: a file is one document.")
+    flag("--val-split", parse_val_split, "hash:0.01 holds out 1 %% of the documents, by a hash of the text; "
+         "tail:0.1 its last tenth\nDefault: tail:0.1 for fewer than 100 text files; hash:0.1 for less than "
+         "40 MB of files, --max-tokens below 10M, --max-samples below 10k, or a stdlib of less than 1,000 "
+         "files; 0.05 for task:addition; else hash:0.01.")
+    flag("--val-field", str, "make a validation set, val_VALUE, for each value of this field, at most 16\n"
+         "Default: none; the level for task:addition.")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")
     flag("--workers", positive_int, "threads that tokenize (default: one per core)")
     flag = flag_group(p, "pairs of prompt and response")
     flag("--prompt-field", str, "field that holds the prompt of a pair")
-    flag("--response-field", str, "field that holds the response of a pair; the same as --prompt-field if it "
-         "is a list of messages, in which each answer is a response and all before it the prompt")
-    flag("--condition-field", str, "field to put in front of the prompt: text, or the name of a "
-         "special token of the tokenizer")
-    flag("--row", int, "tokens in a row, into which whole pairs are packed: the --seq-len of the "
-         "trainer (default: the multiple of 64 that holds the longest of the first 10,000 pairs, up to "
-         f"{LARGEST_ROW}; {TASK_ROW} for task:addition)")
-    flag("--long", ("truncate", "drop"), "truncate or drop a response that does not fit into a row "
-         "(default: truncate)")
+    flag("--response-field", str, "field with the response, or again --prompt-field for a list of messages\n"
+         "In a list, each answer is a response, and all messages before it are its prompt.")
+    flag("--condition-field", str, "field to put before the prompt: text, or the name of a special token")
+    flag("--row", int, "tokens per row of whole pairs: the trainer's --seq-len\nDefault: the multiple of 64 "
+         f"for the longest of the first 10,000 pairs, up to {LARGEST_ROW}; {TASK_ROW} for task:addition.")
+    flag("--long", ("truncate", "drop"), "what to do with a response that is too long (default: truncate)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):

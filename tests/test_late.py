@@ -335,7 +335,7 @@ def test_one_process_imitates_several(tmp_path, shards, model):
 @pytest.mark.parametrize("flags, sentence", [
     ({"strategy": "zero1"}, "error: --comm late needs --strategy ddp"),
     ({"strategy": "zero3", "optimizer": "adamw"}, "error: --comm late needs --strategy ddp"),
-    ({"precision": "fp16"}, "error: --comm late needs --strategy ddp, and --precision bf16 or fp32")])
+    ({"precision": "fp16"}, "error: --comm late needs --strategy ddp and --precision bf16 or fp32")])
 def test_what_is_refused(tmp_path, shards, flags, sentence):
     done = TRAINERS["gpt2"].train(0, shards, tmp_path / "out", **LATE | flags)
     assert done.code == 2 and sentence in done.out and not (tmp_path / "out").exists(), done.out
@@ -347,6 +347,6 @@ def test_a_run_in_fp16_does_not_become_late(tmp_path, shards):
     assert gpt2.train(0, shards, tmp_path / "out", **short | {"precision": "fp16"}).code == 0
     late = short | {"comm": "late", "steps": 4}
     done = gpt2.train(0, shards, tmp_path / "out", **late)
-    assert done.code == 2 and "error: --comm late needs --strategy ddp, and --precision bf16" in done.out
+    assert done.code == 2 and "error: --comm late needs --strategy ddp and --precision bf16" in done.out
     done = gpt2.train(0, shards, tmp_path / "out", **late | {"precision": "bf16"})
     assert done.code == 0, done.out  # as it says

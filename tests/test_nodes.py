@@ -349,7 +349,7 @@ def test_five_nodes_renumbered_emptied_and_with_a_clock_set_back(lab, shards):
 
     assert all(code == 0 for code, _ in run([0, 1, 2, 3, 4], 8))
     for code, text in run([3, 1, 2, 0, 4], 12):
-        words = f"node3 ({os.uname().nodename}) holds step 8 of run, node0 only step 0"
+        words = f"node3 ({os.uname().nodename}) holds step 8 of run, but node0 only step 0"
         assert code == 2 and words in text, text
     assert not (lab.home(3) / "run").exists()
     shutil.copytree(lab.home(0) / "run", lab.home(3) / "run")

@@ -49,7 +49,7 @@ def test_the_rate_falls_in_the_part_and_to_the_fraction_that_are_given():
     ("--decay", ("0", "1.5", "-1", "100"), r"is not in \[0.001, 1\]")])
 def test_other_numbers_are_refused_in_one_sentence(flag, values, words):
     for value in values:
-        with pytest.raises(UserError, match=f"^argument {flag}: .*{words}.*; --help lists all flags.$"):
+        with pytest.raises(UserError, match=f"^argument {flag}: .*{words}.*; --help-all lists all flags.$"):
             train_gpt2.parse_args([flag, value])
     fine = flags_of(train_gpt2, ["--min-lr", "0", "--decay", "1"])
     usual = flags_of(train_gpt2, [])

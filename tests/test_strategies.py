@@ -219,8 +219,8 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 
 @pytest.mark.parametrize("flags, sentence", (
     ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
-    ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 is for --strategy ddp, zero2 and zero3"),
-    ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 with shards needs bfloat16 activations"),
+    ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 needs --strategy ddp, zero2 or zero3"),
+    ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 with shards needs --precision bf16"),
     ({"comm": "powersgd:2"}, "invalid choice: 'powersgd:2'")))
 @pytest.mark.parametrize("model", TRAINERS)
 def test_combinations_that_are_refused(tmp_path, shards, model, flags, sentence):

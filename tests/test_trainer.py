@@ -46,7 +46,7 @@ def trainer_of(script: str, capsys) -> Trainer:
     shape, _ = TRAINERS.get(script, ({}, {}))
     trainer = Trainer(script, max_new_tokens=5, **shape)
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [script, "--help"])
+        patch.setattr("sys.argv", [script, "--help-all"])
         module_of(script).main()
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     trainer.defaults = {key: value for key, value in trainer.defaults.items()

@@ -83,13 +83,13 @@ def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path, shards):
     swapped = two_nodes([b, a], steps=12, **common)
     host = os.uname().nodename
     assert swapped.code == 2 and swapped.out.count(
-        f"error: node1 ({host}) holds step 8 of run, node0 only step 0: start that machine as node 0, copy "
-        "its run to node 0, or, to go back, delete its later checkpoints.") == 2, swapped.out
+        f"error: node1 ({host}) holds step 8 of run, but node0 only step 0: start that machine as node 0, or "
+        "copy its run to node 0. To go back, delete its later checkpoints.") == 2, swapped.out
     assert not (b / "run").exists()  # nothing was written
     shutil.copytree(a / "run", b / "run")  # as the sentence says
     assert "resuming after step 8" in two_nodes([b, a], steps=12, **common).out
     back = two_nodes([a, b], steps=16, **common)
-    assert back.code == 2 and "holds step 12 of run, node0 only step 8" in back.out, back.out
+    assert back.code == 2 and "holds step 12 of run, but node0 only step 8" in back.out, back.out
     for path in list_checkpoints(b / "run"):
         path.unlink()
     assert "resuming after step 8" in two_nodes([a, b], steps=16, **common).out
@@ -423,7 +423,8 @@ def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, na
     assert done.code == 2 and f"or file, such as {files}/best.pt" in done.out, done.out
     for flags in ((), ("--resume", "none")):
         done = fork(ranks, trainer.script, "--out", left, "--steps", "9", *flags)
-        words = f"but checkpoints/best.pt, which should stay: give another --out, --resume {files}/best.pt to"
+        words = ("but holds checkpoints/best.pt, which a new run would overwrite: give another --out, "
+                 f"--resume {files}/best.pt to")
         assert done.code == 2 and words in done.out, done.out
     Path(f"{newest}.damaged").unlink()  # as it says
     shutil.copytree(left, tmp_path / "alone")
@@ -454,7 +455,7 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     new = GPT2.train(0, shards, tmp_path / "new", init_from=run, steps=1)
     assert new.code == 0, new.out
     branch = GPT2.train(0, shards, run, resume=list_checkpoints(tmp_path / "new")[0], steps=9)
-    assert branch.code == 2 and f"{run} holds another run than" in branch.out, branch.out
+    assert branch.code == 2 and f"{run} holds a different run than" in branch.out, branch.out
     assert "this run is complete after 4 steps" in GPT2.here("--out", run).out
     none = GPT2.here("--out", run, "--resume", "none")
     assert none.code == 2 and "has no checkpoint to go on from, but checkpoints/best.pt" in none.out, none.out
@@ -471,7 +472,7 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     for name in ("hf", "model.gguf"):
         (run / name).mkdir()
         done = GPT2.here("--out", run)
-        assert done.code == 2 and f"to go on from, but {name}, which should stay" in done.out, done.out
+        assert done.code == 2 and f"to resume from, but holds {name}, which" in done.out, done.out
         (run / name).rmdir()
     assert GPT2.here("--out", run).code == 0 and best.exists()  # the control: it begins again
 
@@ -503,7 +504,7 @@ def test_what_a_resumed_run_may_not_change(tmp_path, shards):
         assert done.code == 2 and words in done.out, done.out
         assert f"another --out (--init-from {run}/checkpoints/step_" in done.out, done.out
     done = GPT2.here("--out", run, "--strategy", "zero2")
-    assert done.code == 2 and "--optimizer muon needs full matrices: use --strategy ddp" in done.out, done.out
+    assert done.code == 2 and "--optimizer muon needs whole matrices: give --strategy" in done.out, done.out
     assert files == {path: path.read_bytes() for path in run.glob("*/*.pt")}
     new = GPT2.here("--init-from", run, "--optimizer", "adamw", "--ema", "0", "--data", shards, "--out", base,
                     "--steps", "1")
@@ -521,7 +522,7 @@ def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script
     done = trainer.train(0, shards, short)
     size, own = (50, 400) if "mlm" in script else (30, 300)
     warmup = round(size * 20 / own)
-    shrunk = f"warm-up over {warmup} of 20 steps, as over {size} of {own}: --warmup chooses"
+    shrunk = f"warm-up for {warmup} of 20 steps, like {size} of {own}; see --warmup"
     assert done.code == 0 and shrunk in done.out, done.out
     rates = [record["lr"] for record in steps_of(short)]
     assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / warmup, 1) for s in range(3)], rel=0.01)
@@ -630,7 +631,7 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     group.kill()
     assert not list_checkpoints(out)
     done = GPT2.fork(0, shards, out, steps=2)
-    assert done.code == 0 and "has no checkpoint yet: beginning again with the flags" in done.out
+    assert done.code == 0 and "has no checkpoint yet: starting over with the flags" in done.out
     text = (out / "config.json").read_text(encoding="utf-8")
     first, second = json.loads(text)["commands"]
     assert shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
@@ -652,9 +653,9 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ran
     assert GPT2.fork(ranks, shards, whole, steps=4, lr=2e-3).code == 0
     killed_before_a_checkpoint(whole, out)
     other = fork(ranks, "train_hrm.py", "--out", out)
-    assert other.code == 2 and "train_gpt2.py has begun a run in" in other.out, other.out
+    assert other.code == 2 and "train_gpt2.py began a run in" in other.out, other.out
     again = fork(ranks, GPT2.script, "--out", out)
-    assert again.code == 0 and "beginning again with the flags that it was begun with" in again.out, again.out
+    assert again.code == 0 and "starting over with the flags of its first start" in again.out, again.out
     assert_same_run(whole, out)
     other = tmp_path / "other"
     killed_before_a_checkpoint(whole, other)
@@ -715,7 +716,7 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
     assert begun(config(tokens), {"data": "other"}) == {}
     assert begun(config(lr), resume="none") == {}
     (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="to go on from, but hf, which should stay: give another --out"):
+    with pytest.raises(UserError, match="to resume from, but holds hf, which .* give another --out"):
         begun(config(lr))
 
 
@@ -728,7 +729,8 @@ def test_the_table_says_of_each_flag_what_it_is_to_a_run(module):
     assert command.given == {}
     assert not command.defaults.keys() - FLAGS.keys()
     flag_group(command.parser, "more")("--smooth", float, "")  # the control
-    assert {action.dest for action in command.parser._actions} - FLAGS.keys() == {"help", "smooth"}
+    names = {action.dest for action in command.parser._actions}
+    assert names - FLAGS.keys() == {"help", "help_all", "smooth"}
 
 
 def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
@@ -862,7 +864,7 @@ def test_a_copy_has_runs_of_its_own(tmp_path, shards, ranks, monkeypatch):
     longer = run(mine, "--resume", original, "--out", "branch", "--steps", "6")  # the same command resumes it
     assert longer.code == 0 and "resuming after step 4 from branch" in longer.out, longer.out
     mixed = run(mine, "--resume", original, "--out", copy, "--steps", "9")
-    assert mixed.code == 2 and f"{copy} holds another run than {original}: give another --out" in mixed.out
+    assert mixed.code == 2 and f"{copy} holds a different run than {original}: give" in mixed.out
     started = run(mine, "--init-from", original, "--out", "started", "--data", shards, "--steps", "1")
     assert started.code == 0, started.out
     for script in ("train_gpt2.py", mine):  # to use a model is no change
