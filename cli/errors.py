@@ -1,4 +1,4 @@
-"""How a command ends: errors of one sentence, exit codes, and what remains to be done at the end of a run."""
+"""How a command ends: one-sentence errors, exit codes, and what to close at the end of a run."""
 
 import contextlib
 import errno
@@ -12,13 +12,13 @@ HOST = os.uname().nodename  # the name of this machine
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: printed as one sentence without a traceback, exit code 2."""
+    """A mistake that the user can fix. Printed as one sentence without a traceback; exit code 2."""
 
     exit_code = 2
 
 
 class RetryableError(UserError):
-    """A failure that may not recur with the same command: no network, a full disk, a directory in use."""
+    """A failure that may not happen again: no network, a full disk, a directory in use."""
 
     exit_code = 1
 
@@ -30,21 +30,22 @@ class RunError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as one short line."""
+    """The first line of an exception, shortened."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split("\n", 1)[0].split())[:300]
 
 
 def listed(names: list[str]) -> str:
-    """Names for a sentence: the first eight, then how many more."""
+    """Names for a sentence: the first eight, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @contextlib.contextmanager
 def access(path: str | Path = ""):
-    """Where files are read: an OSError becomes RetryableError, unless there is no such file. Only bytes that
-    were read can show damage, so nothing is renamed, left out or begun again because of an OSError. All
-    commands run in it as well, because to ask what a path is can raise one, too.
+    """Turns an OSError into a RetryableError, unless the file doesn't exist. Use it wherever files are read.
+
+    Only bytes that were read can show damage. So nothing is renamed, left out or started over because of an
+    OSError. All commands run in it, too, because even path.is_dir() can raise an OSError.
     """
     try:
         yield
@@ -52,16 +53,16 @@ def access(path: str | Path = ""):
         raise
     except OSError as error:
         path = error.filename or path
-        # about bytes, from gzip, bz2, or a seek that they ask for; or about no file
+        # it's about bytes (from gzip, bz2 or one of their seeks), or not about a file
         if not path or error.errno in (None, errno.EINVAL):
             raise
-        raise RetryableError(f"{path} cannot be accessed ({error.strerror}): remove the cause, and "
-                             "run the same command again; what it holds may be sound.") from None
+        raise RetryableError(f"{path} cannot be accessed ({error.strerror}): fix that, and run the same "
+                             "command again; its contents may be fine.") from None
 
 
 def names_in(directory: Path) -> list[str]:
-    """The sorted names in a directory, none if there is no directory. Raises RetryableError if it cannot be
-    listed, of which Path.glob says nothing.
+    """The sorted names in a directory, or [] if it doesn't exist. Raises RetryableError if it can't be
+    listed, which Path.glob would hide.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), access(directory):
         return sorted(os.listdir(directory))
@@ -69,7 +70,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def from_launcher(name: str, otherwise: int = 0) -> int:
-    """A number in the environment. A text that is none is refused where several processes join."""
+    """A number from the environment. Text that isn't a number is refused later, when the processes join."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else otherwise
 
@@ -79,7 +80,7 @@ def local_rank() -> int:
 
 
 def run_command(main):
-    """Runs the main() of a command, and ends the process with its exit code, or with that of a UserError."""
+    """Runs main(), and ends the process with its exit code or the exit code of a UserError."""
     try:
         sys.exit(main())
     except UserError as error:
@@ -87,9 +88,9 @@ def run_command(main):
         sys.exit(error.exit_code)
 
 
-say = functools.partial(print, flush=True)  # in a pipe, too, at once
-FAULTS = (Exception, SystemExit)  # what an optional package may raise; Ctrl-C is none of them
-# What remains to be done when a run ends, the newest first. Whoever begins something adds its end here;
-# `launch` and `cleanup_on_exit` in ddp_utils.py close it.
+say = functools.partial(print, flush=True)  # at once, even into a pipe
+FAULTS = (Exception, SystemExit)  # what an optional package may raise; not Ctrl-C
+# What to close when a run ends, the newest first. Code that opens something registers it here; `launch` and
+# `cleanup_on_exit` in ddp_utils.py close it.
 at_end = ExitStack()
-at_end.exit_code = 0  # of the run that ends
+at_end.exit_code = 0  # of the run

@@ -43,7 +43,7 @@ def flags_of_model(config_class: type, args) -> dict:
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
-SHARDED = ("zero2", "zero3", "zero3-offload")  # no process holds all parameters
+SHARDED = ("zero2", "zero3", "zero3-offload")  # no process has all parameters
 # What --help shows of the flags that all trainers share; --help-all shows all of them
 USUAL = ("--data --tokenizer --max-tokens --steps --epochs --global-batch --batch --lr --precision "
          "--checkpoint-activations --strategy --out --eval-every --save-every --resume --init-from --wandb "
@@ -67,7 +67,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
         default = None if option.name in keys or option.type is bool else option.default  # to show
         flag(f"--{option.name.replace('_', '-')}", kind, option.metadata["help"], default)
     add_training_flags(parser)
-    if hasattr(config_class, "response"):  # a CausalConfig: the model writes text
+    if hasattr(config_class, "response"):  # a CausalConfig: the model generates text
         add_text_flags(parser)
     return parser
 
@@ -168,7 +168,7 @@ def add_text_flags(parser: ArgumentParser):
 
 
 def uses_model(args: Namespace) -> bool:
-    """Whether the flags ask for use_model instead of training."""
+    """Whether the flags use a model (use_model) instead of training."""
     return any(vars(args).get(name) not in (None, False)
                for name in ("eval_only", "export", "prompt", "chat", "fill"))
 
@@ -181,31 +181,31 @@ class Command:
     config_class: type
     rows: dict[str, dict]  # the sizes
     argv: list[str] | None
-    given: dict  # the flags that it gives
-    defaults: dict  # of all flags, for what neither it nor a row says
+    given: dict  # the flags on the command line
+    defaults: dict  # of all flags, for values that neither the command line nor the row sets
 
 
 def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dict],
                 argv: list[str] | None) -> Command:
     """Parses the command line of a trainer. Raises UserError for flags that exclude each other."""
-    add_rare_flags(parser)  # after those of the trainer, so that --help-all ends with them
+    add_rare_flags(parser)  # after the trainer's flags, so that --help-all ends with them
     defaults = dict(parser._defaults)  # of set_defaults
     for action in parser._actions:
         if isinstance(action.default, str) and action.default != SUPPRESS:  # as argparse does
             action.default = parser._get_value(action, action.default)
         if action.default is not SUPPRESS:
             defaults[action.dest] = action.default
-        action.default = SUPPRESS  # what is not given is absent
+        action.default = SUPPRESS  # a flag that isn't given is absent
     parser._defaults.clear()
     defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
     given = vars(parser.parse_args(argv))
     if "steps" in given:
         if "epochs" in given:
-            raise UserError("--epochs is not allowed with --steps: leave one of them out.")
+            raise UserError("--epochs and --steps exclude each other: leave one out.")
         given["epochs"] = None
     if "dry_run" in given:
         if uses_model(Namespace(**given)):
-            raise UserError("--dry-run is alone: leave out --prompt, --export and the like.")
+            raise UserError("--dry-run only estimates: leave out --prompt, --export and the like.")
         if "init_from" in given and "size" not in given:
-            raise UserError("--dry-run does not read the weights of --init-from: give their --size as well.")
+            raise UserError("--dry-run doesn't read the weights of --init-from: give their --size, too.")
     return Command(parser, config_class, sizes, argv, given, defaults)

@@ -51,15 +51,15 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(formatter_class=Help, allow_abbrev=False, **kwargs)
         self.add_argument("--help-all", action=HelpAll, help="show all flags, and more about each of them")
         for name in ("stdin", "stdout", "stderr"):
-            if getattr(sys, name) is None:  # it was closed, as by >&-
+            if getattr(sys, name) is None:  # closed, as by >&-
                 setattr(sys, name, open(os.devnull, "r+"))
             stream = getattr(sys, name)
-            if hasattr(stream, "reconfigure"):  # a terminal that cannot show every character; a notebook can
-                with contextlib.suppress(ValueError):  # a script has read from it, or closed it
+            if hasattr(stream, "reconfigure"):  # a terminal may lack characters; a notebook doesn't
+                with contextlib.suppress(ValueError):  # a script has already read from it, or closed it
                     stream.reconfigure(errors="replace")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Names all unknown flags at once, even if a required one is missing, too."""
+        """Names all unknown flags at once, even if a required flag is missing."""
         words = takewhile("--".__ne__, sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
@@ -82,7 +82,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
 
     def error(self, message):
-        message = message.replace("ignored explicit argument", "it takes no value, not")
+        message = message.replace("ignored explicit argument", "it takes no value, but got")
         raise UserError(f"{message}; --help-all lists all flags.")
 
     def print_help(self, file=None):
@@ -99,11 +99,11 @@ def parse_count(text: str) -> int:
 
 
 def flag_group(parser: ArgumentParser, title: str, usual: list[str] | None = None):
-    """Begins a group of flags. Returns a function that adds a flag, given name, type, help and default. The
-    type is bool, an action of argparse, a tuple of choices or a function.
+    """Starts a group of flags. Returns a function that adds a flag, given its name, type, help and default.
+    The type is bool, an argparse action, a tuple of choices or a function.
 
-    --help shows the first line of a flag's help, which has at most 100 characters; --help-all shows all
-    lines. If there are `usual` flags, --help leaves out the others.
+    --help shows the first line of a flag's help (at most 100 characters), --help-all also the second. If you
+    give `usual`, --help shows only these flags of the group.
     """
     group = parser.add_argument_group(title)
 
@@ -138,24 +138,24 @@ fraction = bounded(0, 1, open_end=True)
 
 
 def expanded(text: str) -> str:
-    """A type for argparse: a path or a source, or several with commas. The ~ that a shell leaves in --out=~/x
-    is the home directory, unless there is something of that name here.
+    """A type for argparse: a path or a source, or several with commas. A shell leaves the ~ in --out=~/x, so
+    it's expanded here, unless a file of that name exists.
     """
     return text if os.path.exists(text) else ",".join(map(os.path.expanduser, text.split(",")))
 
 
 def local_path(text: str) -> Path:
-    """A type for argparse, see `expanded`."""
+    """A type for argparse; see `expanded`."""
     return Path(expanded(text))
 
 
 def utf8_path(text: str) -> Path:
-    """A type for argparse. ValueError if a path is not UTF-8, which torch needs."""
+    """A type for argparse. Raises ValueError if a path isn't UTF-8, because torch needs that."""
     return local_path(text.encode().decode())
 
 
 def steps_or_fraction(text: str) -> int | float:
-    """A type for argparse: a number of steps, or below 1 a fraction of the run."""
+    """A type for argparse: a number of steps or, below 1, a fraction of the run."""
     value = bounded(0)(text)
     if value > 1 and value % 1:
         raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor below 1")
@@ -165,8 +165,8 @@ def steps_or_fraction(text: str) -> int | float:
 steps_or_fraction.__name__ = "number"  # for argparse: "invalid number value"
 
 
-# What to use instead of the flags of other programs, where difflib would not find it. No name before the
-# colon: not needed.
+# What to use instead of flags of other programs, if difflib wouldn't find it. Nothing before the colon: not
+# needed.
 OTHER_NAMES = """
 --lr: learning-rate max-lr peak-lr
 --steps: max-steps max-iters iters num-iterations num-steps total-steps train-steps train-iters
@@ -229,18 +229,18 @@ the recipe in docs/changing.md: lora use-lora peft lora-r lora-rank lora-alpha
 
 
 def hint_for(word: str, known: dict) -> str:
-    """What to use instead of an unknown flag, if the command has the `known` ones: such as " (use --lr)"."""
+    """What to use instead of an unknown flag, such as " (use --lr)". `known` has the flags of the command."""
     word = word.replace("_", "-")
     found = re.findall(rf"^(.*):.* {re.escape(word[2:])}(?!\S)", OTHER_NAMES, re.M)
     for use in found or difflib.get_close_matches(word, known, 1, 0.75):
-        # torchrun and the like only help a command that joins a process group
+        # torchrun, for example, only helps commands that join a process group
         if re.sub("torchrun|data.py|the", "--backend", use).partition(" ")[0] in known:
             return f" (use {use})"
     return " (not needed)" if found else ""
 
 
 def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:
-    """The rows of the sizes as columns, with the model's defaults where they are silent."""
+    """The sizes as columns, filled up with the defaults of the model."""
     table = [["--size", *sizes]]
     for key in keys:
         default = getattr(config_class, key, "")

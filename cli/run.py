@@ -1,24 +1,24 @@
 """Which run a command means: its flags, directory, checkpoint, data, batches and model.
 
-A resumed run is what it was. Of each flag, the last of these counts that says something: the parser's
-default, the row of the size, what the weights of --init-from want, what the run was saved with, what this
-command gives. The kind of a flag (KINDS) decides the rest:
+A resumed run stays what it was. The value of a flag comes from the last of these that sets it: the parser's
+default, the row of the size, the weights of --init-from, the saved run, this command. The kind of the flag
+(KINDS) decides the rest:
 
     kind      a resume that leaves the flag out   a resume that gives another value
     NEW       has the default                     takes it
     PLANNED   plans it for its processes          takes it, and says so
     KEPT      keeps it                            takes it, and says so
     OF_DATA   keeps it, for the same --data       takes it, and says so
-    OF_USE    keeps it                            takes it, and says so (of the model, but not its shape)
-    CHOSEN    keeps it                            is refused; --init-from takes it
-    SHAPE     keeps it                            is refused, by --init-from, too
+    OF_USE    keeps it                            takes it, and says so (the model's, but not its shape)
+    CHOSEN    keeps it                            is refused; --init-from accepts another value
+    SHAPE     keeps it                            is refused, also with --init-from
     FIXED     keeps it                            is refused
 
-- A run that was killed before its first checkpoint begins again with the flags that config.json holds.
-- A start that resumes does not read the weights that the run began with.
-- New --data drops the limits and the tokenizer of the old.
-- --resume FILE with --prompt, --export or --eval-only is that file.
-- In training, --resume X into a directory with a later checkpoint of the same branch goes on there.
+- A run that was killed before its first checkpoint starts over with the flags in config.json.
+- A run that resumes doesn't read the weights of --init-from again.
+- New --data drops the limits and the tokenizer of the old data.
+- --resume FILE with --prompt, --export or --eval-only uses that file.
+- In training, --resume X continues from a later checkpoint of the same branch, if --out has one.
 
 How a run trains, saves and stops (Ctrl-C) is in ddp_utils.py.
 """
@@ -113,31 +113,31 @@ def start(command: "Command") -> World:
 
 
 def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Namespace:
-    """The flags of the run that a command begins or, if `saved` is its checkpoint, goes on with. `weights` is
-    what is known of those of --init-from. Raises UserError for flags that contradict either.
+    """The flags of a run: a new one, or the one that resumes from the checkpoint `saved`. `weights` describes
+    the weights of --init-from. Raises UserError for flags that contradict `saved` or `weights`.
 
-    Also the sequences in batches where the command does not say: `wanted_batch` in a step, `largest_batch` in
-    a micro-batch at most, `eval_batch` in one of --eval-batches.
+    Adds the sequences per batch that the command may leave out: `wanted_batch` per step, `largest_batch` per
+    micro-batch at most, `eval_batch` for --eval-batches.
     """
     given, rows = command.given, command.rows
     record = saved or weights or {}
     settings = saved["settings"] if saved else {}
     size = settings.get("size") or given.get("size") or record.get("size") or next(iter(rows))
-    row = rows.get(size, {})  # a run goes on where its size is gone
+    row = rows.get(size, {})  # a run resumes even if its size has been removed
     command.parser.check_row(size, row)
     if saved:
         names = {name for name in command.defaults if FLAGS.get(name) != NEW}
         names |= {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
         if uses_model(Namespace(**given)) and not {"eval_only", "export"} & given.keys():
-            recipe["precision"] = "auto"  # whatever this machine computes fast
+            recipe["precision"] = "auto"  # what is fast on this machine
     else:
         recipe = row | {"largest_batch": row["batch"], "eval_batch": row["global_batch"]}
         recipe |= gentler(row) if "init_from" in given else {}
     if record:
         recipe |= shape_of(command, record, bool(saved))
     flags = command.defaults | {"size": size} | recipe | given
-    own_data = saved and flags["data"] == settings["data"]  # what the run was trained on
+    own_data = saved and flags["data"] == settings["data"]  # the data that the run was trained on
     flags |= {name: given.get(name) for name, kind in FLAGS.items()
               if kind == PLANNED or kind == OF_DATA and saved and not own_data}
     flags["wanted_batch"] = given.get("wanted_batch", recipe["global_batch"])
@@ -146,15 +146,15 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
     if own_data:
         flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
-    elif not any(Path(source).is_dir() for source in sources):  # whose ids the weights know
+    elif not any(Path(source).is_dir() for source in sources):  # then the weights know the ids
         flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
                               or record.get("tokenizer_file"))
     return Namespace(**flags)
 
 
 def shape_of(command: Command, record: dict, resumed: bool) -> dict:
-    """The model's flags as in a record of a run, or of weights to start from, but for those that may change.
-    Raises UserError for a flag that is given and contradicts.
+    """The model's flags in the record of a run or of --init-from, without those that may change. Raises
+    UserError if a given flag contradicts them.
     """
     known = config_of(command.config_class, record["model_config"], record["path"])
     free = {OF_USE, FIXED}  # rows may be shorter, see compare_with_saved and find_run
@@ -175,15 +175,15 @@ def shape_of(command: Command, record: dict, resumed: bool) -> dict:
 
 def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
     """The checkpoint that --resume names, or with `auto` the newest of a run directory; None if a run begins.
-    Raises UserError on all ranks if another node holds a later one than rank 0 does, which happens where the
-    nodes are numbered anew.
+    Raises UserError on all ranks if another node has a later one than rank 0, because the nodes were numbered
+    differently.
     """
     reads = uses_model(args)
-    tell = functools.partial(say, file=sys.stderr if reads else None)  # apart from a model's text
+    tell = functools.partial(say, file=sys.stderr if reads else None)  # stdout is for the model's text
     load = functools.partial(load_checkpoint, say=tell, or_best=reads)
     if args.resume not in ("auto", "none"):
         return load(args.resume)
-    # a best.pt that alone is left of a run that went back is no reason to refuse the others
+    # a run that went back may leave a later best.pt: that alone doesn't count
     newest = run_and_wait(lambda: max(
         ((path.name != "best.pt", step_of(path)) for path in list_checkpoints(out)), default=(False, 0)))
     by_rank = all_gather((newest, f"{world.node} ({HOST})"))
@@ -202,7 +202,7 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
 
 
 def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
-    """This start's command, to be pasted into a shell in the same directory (on several nodes: of node 0)."""
+    """The command of this start, to paste into a shell in the same directory. On several nodes: node 0's."""
     env = os.environ
     words = sys.argv if argv is None else [trainer, *argv]
     launcher = "python"
@@ -217,19 +217,19 @@ def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
 def find_run(model_class: type, command: Command, world: World, constants: dict) -> Run:
     """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
 
-    `constants` is the trainer's globals(), of which names in capitals that are numbers, texts or tuples are
-    recorded. Nothing is written or locked. Raises UserError on all ranks.
+    `constants` is the trainer's globals(). Names in capitals are recorded if they are numbers, texts or
+    tuples. Nothing is written or locked. Raises UserError on all ranks.
     """
     trainer = Path(constants.get("__file__", "notebook"))
 
     def look() -> tuple:
-        """The weights of --init-from, or why there are none, the flags, and the checkpoint."""
+        """The weights of --init-from or the error, the flags, the directory and the checkpoint."""
         weights = missing = None
         try:
             if "init_from" in command.given:
                 weights = weights_of(model_class, command.given["init_from"], complete=False)
                 weights["size"] = nearest_size(command.rows, weights)
-        except UserError as error:  # does not matter to a run that has begun
+        except UserError as error:  # doesn't matter to a run that resumes
             missing = error
         args = settle(command, weights=weights)
         out = run_directory(args, trainer.stem)
@@ -245,7 +245,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     if saved:
         assert_family(saved, model_class)
         args = settle(command, saved)
-    if args.resume != "auto":  # the checkpoint says what it is of
+    if args.resume != "auto":  # the directory depends on the flags in the checkpoint
         out = run_directory(args, trainer.stem)
         if saved and (later := later_of_branch(out, saved, args)):
             saved = later
@@ -253,7 +253,7 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_together(args, world)
-    if args.wandb and not uses_model(args):  # before it prepares data and claims a directory
+    if args.wandb and not uses_model(args):  # before data is prepared and the directory is claimed
         on_rank0(require_wandb)
     if weights and not saved:
         assert_context(model_class, weights, args.seq_len)
@@ -267,11 +267,11 @@ def find_run(model_class: type, command: Command, world: World, constants: dict)
 
 
 def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
-    """The flags with which a run began that was killed before its first checkpoint. Raises UserError if
-    another trainer began it, or if something of an earlier run should stay.
+    """The first flags of a run that was killed before its first checkpoint. Raises UserError if another
+    trainer began it, or if a new run would overwrite something of an earlier one.
 
-    If `given` names other data, flags of the data are left out. --batch, --grad-accum and --global-batch may
-    not divide among other processes, so the batches that they led to take their place.
+    If `given` names other data, the flags of the old data are left out. --batch, --grad-accum and
+    --global-batch may not divide among other processes, so the batches that they led to replace them.
     """
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
@@ -296,8 +296,8 @@ def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
 
 
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
-    """The checkpoint to go on with where --resume branches off from `saved` into a directory that holds later
-    ones of that branch: the same command resumes. Raises UserError if they are of another run.
+    """The checkpoint to resume from if --resume branches off from `saved` into a directory that already has
+    later checkpoints of this branch, or None. Raises UserError if they belong to another run.
     """
     if uses_model(args) or on_rank0(lambda: is_in(saved, out) or not list_checkpoints(out)):
         return None
@@ -310,8 +310,8 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
 
 
 def refuse_together(args: Namespace, world: World):
-    """Raises UserError for flags that cannot train together, or with which the process would crash: gloo
-    cannot exchange shards that are on GPUs.
+    """Raises UserError for flags that can't train together, and for shards on GPUs with gloo, which would
+    crash the process.
     """
     sharded = args.strategy in SHARDED
     trains = not uses_model(args)
@@ -333,13 +333,13 @@ def refuse_together(args: Namespace, world: World):
 
 
 def load_data(run: Run, **more) -> Dataset:
-    """The data set of --data, prepared first if necessary. From the hub it takes 20 tokens per parameter, or
-    --max-tokens. `run.change_data`, a trainer's own function, may then replace its `train`, `val` and
-    `masker_class`, for training and --eval-only alike. `more` is passed to the model's `dummy_inputs`.
+    """The data set of --data, prepared first if necessary, with 20 tokens per parameter or --max-tokens from
+    the hub. A trainer's own function `run.change_data` may then replace its `train`, `val` and
+    `masker_class`, for training and for --eval-only. `more` is passed to the model's `dummy_inputs`.
     """
     args = run.args
     refuse_lone_tasks()
-    useful = run_and_wait(before_data, run, more)  # with the vocabulary that --tokenizer will have
+    useful = run_and_wait(before_data, run, more)  # with the vocabulary of --tokenizer
 
     def read():
         if ddp_utils.launched:  # see `stop` in prepare/command.py
@@ -357,15 +357,15 @@ def load_data(run: Run, **more) -> Dataset:
         return dataset
 
     run.dataset = dataset = run_and_wait(read)
-    sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # which change_data may change
+    sizes = [shards.rows for shards in (dataset.train, *dataset.val.values())]  # change_data may change them
     assert_same("the data", f"{dataset.fingerprint} {sizes}",
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
 
 
 def open_run(run: Run):
-    """Locks the run directory, opens its train.log and plans the steps and batches. If a newer checkpoint was
-    written before the directory was locked, that is taken. Raises UserError on all ranks.
+    """Locks the run directory, opens its train.log and plans the steps and batches. Takes a newer checkpoint
+    if one was written before the lock. Raises UserError on all ranks.
     """
     args, world, out = run.args, run.world, run.out
     lock = RunLock(out)
@@ -377,7 +377,7 @@ def open_run(run: Run):
     run.global_batch, run.batch, run.grad_accum = plan_batch(
         world.world_size, args.global_batch, args.batch, args.grad_accum, wanted, args.largest_batch)
     if args.batch or args.grad_accum:
-        args.largest_batch = run.batch  # also when the run is resumed
+        args.largest_batch = run.batch  # also after a resume
     if run.global_batch * args.seq_len > 1e9:
         raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
                         "lower --global-batch, or --batch and --grad-accum.")
@@ -388,7 +388,7 @@ def open_run(run: Run):
             text.say(f"WARNING: {run.global_batch} instead of {wanted} sequences per step may need another "
                      "--lr; --global-batch changes the number")
     run.steps = args.steps
-    if args.epochs:  # a resumed run has done some of them
+    if args.epochs:  # a resumed run has already done some
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
         left = math.ceil(args.epochs * run.dataset.train.rows) - samples
         run.steps = done + max(0, math.ceil(left / run.global_batch))
@@ -399,8 +399,8 @@ def open_run(run: Run):
 
 
 def new_model(run: Run, **config) -> nn.Module:
-    """The model to train: random or from --init-from, or uninitialized if a checkpoint will be restored into
-    it. `config` has the fields of its configuration that come from the data.
+    """The model to train: random, from --init-from, or uninitialized if a checkpoint will be restored into
+    it. `config` has the fields of the configuration that come from the data.
     """
     model_class, args, dataset, world = run.model_class, run.args, run.dataset, run.world
     saved = run.saved
@@ -413,8 +413,8 @@ def new_model(run: Run, **config) -> nn.Module:
         raise UserError("--attention prefix needs pairs (--prompt-field and --response-field of data.py "
                         "prepare) and --loss response: give both, or --attention causal or isolated.")
     if vars(config).get("response", -1) >= 0:
-        sample_prompt(args, dataset)  # raises UserError now, and not after hours
-    # the rest of the configuration is that of the checkpoint or of the weights
+        sample_prompt(args, dataset)  # raises UserError now instead of after hours
+    # the checkpoint or the weights decide the rest of the configuration
     changes = {name: value for name, value in vars(config).items()
                if name in reading_of(config) or FLAGS.get(name) == OF_USE}
     if saved:
@@ -430,13 +430,13 @@ def new_model(run: Run, **config) -> nn.Module:
     model.made = {*model.state_dict()}  # for start_run
     if args.strategy in SHARDED:
         model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
-    torch.manual_seed(args.seed)  # alike on all ranks, for what a trainer adds to the model or draws again
+    torch.manual_seed(args.seed)  # the same on all ranks, for what a trainer adds to the model or draws again
     return model
 
 
 def metadata(model: nn.Module, run: Run, **settings) -> dict:
-    """The description of a run in a checkpoint and config.json: values that must not change on a resume, and
-    its settings: the flags, the plan, the trainer's constants, and `settings`, with what set_modes returns.
+    """What a checkpoint and config.json say about a run: values that must not change on a resume, and the
+    settings: flags, plan, the trainer's constants, and `settings`, such as what set_modes returns.
     """
     args, dataset = run.args, run.dataset
     plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
@@ -455,13 +455,13 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
 
 
 def compare_with_saved(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if what may not change has changed (for the model's shape, shape_of has done so); says
-    what else has. A `branch` goes on in another directory, where it may have another trainer.
+    """Raises UserError if something changed that must not change (shape_of checks the model's shape), and
+    says what else changed. A `branch` continues in another directory, and may have another trainer.
     """
     path = saved["path"]
     before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on", "torch")}
                      for run in (saved, now))
-    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # the digests, whatever the names
+    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
         raise UserError(f"{path} cannot be resumed: tokenizer was {saved['tokenizer']}, now "
                         f"{now['tokenizer']}. Leave it as it was, or start a new run with another --out.")
     changes = []
@@ -470,7 +470,7 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
         same = saved["data"] == now["data"] if name == "data" else was == value
         fixed = FLAGS.get(name) == FIXED and not (branch and name == "trainer")
         if not same and (fixed or name == "ema" and not value or name == "init_from" and not was):
-            if name == "data":  # by their names, and the beginning of a digest
+            if name == "data":  # their names, and the beginning of the digest
                 was, value = f"{was} ({saved['data'][:12]})", f"{value} ({now['data'][:12]})"
             way = f"; --resume {path} branches off" * (name == "trainer")
             raise UserError(f"{path} cannot be resumed: {name} was {was}, now {value}. Leave it as it was, "
@@ -485,7 +485,7 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
 
 
 def use_run(run: Run):
-    """Uses a run instead of training it: --eval-only, --export, --prompt, --chat, --fill."""
+    """Uses a run instead of training it: --eval-only, --export, --prompt, --chat or --fill."""
     if run.args.eval_only:
         load_data(run)
     use_model(run)

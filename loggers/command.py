@@ -1,17 +1,18 @@
-"""Watches a machine; writes and draws the log of a run.
+"""Watches a machine, and draws the log of a run.
 
     python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
     python monitor.py runs/one runs/two                  # both in a table and a PNG, and which flags differ
-    watch -n 4 python monitor.py runs/one                # again and again, in a remote terminal
+    watch -n 4 python monitor.py runs/one                # every 4 seconds, in a remote terminal
     tensorboard --logdir runs                            # compares runs
 
-A trainer reports to a RunLog, which writes to the run directory: all printed text (train.log), a JSON object
-for each logged step and each evaluation (metrics.jsonl), the same data as lists (history.json), and, if
-matplotlib and tensorboard are installed, the curves as a picture and for TensorBoard. A logged step has one
-line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in nvidia-smi,
-htop and torch's messages. Only functions for trainers import torch, so the commands start at once.
+A trainer's RunLog writes to the run directory: train.log has all printed text, metrics.jsonl a JSON object
+for each logged step and each evaluation, and history.json the same data as lists. If matplotlib and
+tensorboard are installed, it also draws the curves as a picture and logs them for TensorBoard. Each logged
+step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in
+nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start at
+once.
 """
 
 import json
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None):
                 for run in args.runs:
                     try:
                         runs[run] = records_of(run)
-                    except UserError as error:  # as of a file in runs/*
+                    except UserError as error:  # such as a file in runs/*
                         if not run.exists():
                             raise
                         print(f"left out: {error}", file=sys.stderr)

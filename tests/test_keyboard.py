@@ -91,7 +91,7 @@ def test_one_thing_at_a_time(runs):
         done = trainer.here("--out", runs / trainer.script, *flags)
         assert done.code == 2 and f"{words} cannot be used together: give one" in done.out, done.out
     done = GPT2.here("--dry-run", "--prompt", "a")
-    assert done.code == 2 and "--dry-run is alone: leave out --prompt" in done.out, done.out
+    assert done.code == 2 and "--dry-run only estimates: leave out --prompt" in done.out, done.out
     done = GPT2.here("--out", runs / GPT2.script, "--prompt", "use --prompt and --chat")
     assert done.code == 0 and done.out.startswith("use --prompt and --chat"), done.out
 
@@ -343,7 +343,7 @@ def test_flags_that_a_trainer_lacks_and_switches_with_a_value():
             (train_mlm, "--max-new-tokens=5", "arguments: --max-new-tokens (not needed); --help-all"),
             (train_mlm, "--temp=1", "unrecognized arguments: --temp (not needed); --help-all"),
             (train_gpt2, "--temp=1", "--temp (use --temperature); --help-all"),
-            (train_gpt2, "--compile=False", "argument --compile/--no-compile: it takes no value, not ")):
+            (train_gpt2, "--compile=False", "argument --compile/--no-compile: it takes no value, but")):
         with pytest.raises(UserError, match=re.escape(sentence)):
             module.parse_args([word])
 
