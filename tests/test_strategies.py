@@ -218,7 +218,7 @@ def test_samples_after_a_resume_under_zero3(tmp_path, shards):
 
 
 @pytest.mark.parametrize("flags, sentence", (
-    ({"strategy": "zero2", "optimizer": "muon"}, "full matrices"),
+    ({"strategy": "zero2", "optimizer": "muon"}, "whole matrices"),
     ({"strategy": "zero1", "comm": "bf16"}, "--comm bf16 needs --strategy ddp, zero2 or zero3"),
     ({"strategy": "zero2", "comm": "bf16"}, "--comm bf16 with shards needs --precision bf16"),
     ({"comm": "powersgd:2"}, "invalid choice: 'powersgd:2'")))

@@ -216,7 +216,7 @@ def test_the_recipe_fits_three_processes_and_its_number_stays(tmp_path, shards):
     three = GPT2.fork(3, shards, steps=2, **flags)
     assert three.code == 0 and " 5 x accumulation 1 x processes 3 = 15 sequences\n" in three.out
     assert "16 sequences per step don't divide among 3 processes: taking 15" in three.out
-    assert "WARNING: 15 sequences a step, not 16, " in three.out
+    assert "WARNING: 15 instead of 16 sequences per step " in three.out
     one = GPT2.train(0, shards, steps=4, **flags)
     assert one.code == 0 and " 5 x accumulation 3 x processes 1 = 15 sequences\n" in one.out, one.out
     assert [line["tokens"] for line in steps_of(tmp_path / "run")] == [15 * 32 * step for step in range(1, 5)]

@@ -458,7 +458,7 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
     assert branch.code == 2 and f"{run} holds a different run than" in branch.out, branch.out
     assert "this run is complete after 4 steps" in GPT2.here("--out", run).out
     none = GPT2.here("--out", run, "--resume", "none")
-    assert none.code == 2 and "has no checkpoint to go on from, but checkpoints/best.pt" in none.out, none.out
+    assert none.code == 2 and "to resume from, but holds checkpoints/best.pt" in none.out, none.out
     assert best.read_bytes() == content
     best.write_bytes(content[:1000])
     for flags in ((), ("--prompt", "def")):
