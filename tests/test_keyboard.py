@@ -188,7 +188,7 @@ def test_what_is_no_number_in_the_environment(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "x")
     assert local_rank() == 0
     with pytest.raises(SystemExit):
-        train_mlm.parse_args(["--help"])
+        train_mlm.parse_args(["--help-all"])
     assert "rarely needed:" in capsys.readouterr().out
     assert GPT2.here("--dry-run").code == 0
     for other in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
