@@ -458,7 +458,7 @@ def without_names(command: str, sentence: str) -> str:
         path = alone(word, r"/[\w./]*\w")
         sentence = re.sub(path if re.search(path, sentence) else alone(word), "NAME", sentence)
     # nor what each command is offered
-    return re.sub(r"; the nearest flag to NAME is [\w-]+|, such as run-[\w, -]+(?=; for a)", "", sentence)
+    return re.sub(r" \((?:use [^)]*|not needed)\)|, such as run-[\w, -]+(?=; for a)", "", sentence)
 
 
 def check(done: Finished, command: str) -> str:
