@@ -67,22 +67,19 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
     model = state.model
     c = model.config
     blocks = blocks_of(model)
-    row = run.row
-    usual = replace(c, **{field.name: row.get(field.name, field.default) for field in flag_fields(type(c))})
+    usual = replace(c, **{field.name: run.row.get(field.name, field.default)
+                          for field in flag_fields(type(c))})
     name = type(model).__name__.removeprefix("FSDP")  # sharded models have that prefix
     flags = "".join(f", {name} {value}" for name, value in flags_of_model(type(c), c).items()
                     if value != getattr(usual, name) or name == "attention")  # depends on the data
-    trained = []
+    parts = []
     for inner, optimizer in zip(state.inner, state.optimizers):
         count = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-        trained.append(f"{type(inner).__name__} trains {count:,}")
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        parts.append(f"{type(inner).__name__} trains {count:,}")
     rows = dataset.train.rows
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
-    evaluated = sum(min(limit, rows) for rows in held_out)
     batch = run.global_batch
-    seq_len = settings["seq_len"]
     run.say(heading + "\n" + wrapped(f"""machine
   world size  {world.world_size}, nodes {world.nodes}
   hardware    {NEXT_VALUE.join(f"{count} x {name}" for name, count in machines.items())}
@@ -96,16 +93,16 @@ model and data
   model       {shape_of(model)}
   size        {name} {settings["size"]}{flags}
   parameters  {num_params(model):,}, {sum(map(num_params, blocks)):,} of them in {len(blocks)} blocks
-  optimizer   {", ".join(trained)}; {frozen:,} frozen
+  optimizer   {", ".join(parts)}; {sum(p.numel() for p in model.parameters() if not p.requires_grad):,} frozen
   vocabulary  {c.vocab_size:,}, padded to {c.padded_vocab:,}
   data        {dataset.name}
-  training    {dataset.train.num_tokens:,} tokens, {rows:,} rows of {seq_len}, loss {dataset.loss}
+  training    {dataset.train.num_tokens:,} tokens, {rows:,} rows of {settings["seq_len"]}, loss {dataset.loss}
   validation  {log.val_tokens:,} tokens, unigram entropy {log.entropy:.4f} nats per token
-  evaluation  {evaluated:,} of {sum(held_out):,} rows
+  evaluation  {sum(min(limit, rows) for rows in held_out):,} of {sum(held_out):,} rows
 steps and batches
   batch       {run.batch} x accumulation {run.grad_accum} x processes {world.world_size} = {batch} sequences
   steps       {run.steps:,}, {rows / batch:.1f} an epoch
-  tokens      {batch * seq_len:,} a step, {run.steps * batch * seq_len:,} in {run.steps:,} steps"""))
+  tokens      {batch * settings["seq_len"]:,} a step, {run.steps * batch * settings["seq_len"]:,} in all"""))
 
     if not blocks:
         run.say(f"WARNING: no layer of {name} inherits Block of model.py: none will be compiled, recomputed "
@@ -152,10 +149,8 @@ def what_next(run, stopped: bool) -> str:
         use = "--fill 'The [MASK] sat.'"
     if run.dataset.vocab_size:  # its ids aren't text
         use = f"--steps {2 * run.steps}"
-    quoted = shlex.quote(str(out))
-    start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {quoted}"
-    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {quoted}"
-    third = f"{start} {'--export' if run.model_class in HF_FAMILIES else '--eval-only'}"
-    if stopped:
-        third = run.command
+    start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(out))}"
+    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(out))}"
+    export = "--export" if run.model_class in HF_FAMILIES else "--eval-only"
+    third = run.command if stopped else f"{start} {export}"
     return "\n".join([f"files in {out}", *files, "next:", f"  {start} {use}", f"  {watch}", f"  {third}"])

@@ -804,7 +804,7 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
             "parameters": "7,680, 5,632 of them in 2 blocks",
             "model": "layers 1, heads 2, width 16, context 16, parameters 7.68k",
             "batch": "8 x accumulation 2 x processes 1 = 16 sequences", "steps": "300, 3.8 an epoch",
-            "tokens": "128 a step, 38,400 in 300 steps"}.items():
+            "tokens": "128 a step, 38,400 in all"}.items():
         assert f"\n  {label:12}{value}\n" in plan + "\n"
     titles = [line for line in plan.splitlines() if not line.startswith(" ")]
     assert titles == ["run directory", "machine", "model and data", "steps and batches"]
