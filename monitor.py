@@ -403,9 +403,8 @@ class RunLog:
         return best
 
     def _warn_of_loss(self, step: int, loss: float | None):
-        entropy = self.entropy
-        if 10 * step > self.settings["steps"] and (loss is None or not loss <= entropy):
-            self.say(f"WARNING: after {step} steps the loss is above {entropy:.4f}, which even a model "
+        if 10 * step > self.settings["steps"] and (loss is None or not loss <= self.entropy):
+            self.say(f"WARNING: after {step} steps the loss is above {self.entropy:.4f}, which even a model "
                      "without context reaches: try a lower --lr or more steps")
 
     def write(self, record: dict, line: str):
@@ -447,15 +446,14 @@ class RunLog:
             return
         seconds = time.perf_counter() - self._began
         speed = (samples - self._first_samples) * self.settings["seq_len"] / seconds
-        took = (f"{step - self._first_step} steps in {tqdm.format_interval(seconds)}, evaluations and saves "
-                "included")
         best = ""
         if min(self.evaluations.values(), default=math.inf) < math.inf:
             at = min(self.evaluations, key=self.evaluations.get)
             best = f"; best evaluation {self.evaluations[at]:.4f} at step {at}"
         if self.records and not self.val_tokens:
             self._warn_of_loss(step, self.records[-1].get("loss"))
-        self.say(f"{took}: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
+        self.say(f"{step - self._first_step} steps in {tqdm.format_interval(seconds)}, evaluations and saves "
+                 f"included: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()
         self.say(ending)
 
@@ -478,7 +476,7 @@ class MeanLoss:
     """
 
     def __init__(self, run, log, hook, whole: bool):
-        self._run, self._log, self._hook, self._whole = run, log, hook, whole
+        self._run, self._log, self._hook, self._judges_norm = run, log, hook, whole
         self._first = None  # the first loss since this start
         # the first loss can't be far below this one; with --init-from only the evaluation tells
         self._usual = log.entropy
@@ -494,13 +492,13 @@ class MeanLoss:
         if record.get("loss") is not None:
             self._labels = record["labels"] / (self._run.grad_accum * self._run.world.world_size)
             self._loss = record["loss"]
-            norm = record.get("grad_norm") or 0
+            norm = record["grad_norm"] or 0
             # a sum's norm is 5 to 40 times this bound, a mean's half of it; few labels don't show it
-            small = 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels
-            if small and self._whole and not self._first:
+            if self._judges_norm and 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels:
                 self._log.say(
                     f"WARNING: the gradient norm {norm:.2g} is far too small for this loss: the objective "
                     "seems to be a mean, so return a sum over labels")
+            self._judges_norm = False  # only the first
             self._first = self._first or self._loss
             self._judge(self._usual)
         elif "val_loss" in record and self._first:

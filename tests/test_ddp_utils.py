@@ -517,10 +517,14 @@ def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(monkeypatch, capabi
         assert ddp_utils.choose_device("gloo", "auto", 1)[0] == torch.device("cuda", 0)
 
 
-def test_a_run_that_is_not_there_is_named_with_the_ways_out(tmp_path, world):
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
+    for name in ("a", "b", "empty"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        if name != "empty":
+            (tmp_path / name / "checkpoints" / "step_00000001_loss5.0.pt").touch()
     for name, fault in (("c", "does not exist"), ("empty", "holds no checkpoint")):
-        with pytest.raises(UserError, match=f"{tmp_path / name} {fault}: train first, .*--init-from hf:"):
+        others = f"such as {tmp_path}/a, {tmp_path}/b"
+        with pytest.raises(UserError, match=f"{tmp_path / name} {fault}: .* {others}; .*--init-from hf:"):
             load_checkpoint(tmp_path / name, print)
 
 
