@@ -1026,8 +1026,8 @@ def test_a_resumed_prepare_of_the_hub_reads_what_is_left(here, form, rows, worke
                           lambda source, out: data.read_manifest(out)["settings"]["source"])
             for path in read:
                 path.write_bytes(b"damaged")
-            if kills == [writes - 1]:  # the control: as a manifest from before it was kept
-                assert len(read) > 1
+            assert read or kills != [writes - 1] or "max_tokens" in options
+            if read and kills == [writes - 1]:  # the control: as a manifest from before it was kept
                 shutil.copytree("killed", "old")
                 forget(Path("old"))
                 with pytest.raises(UserError, match="cannot be read"):
