@@ -306,7 +306,7 @@ else
     memory() {  # MODEL SIZE,BATCH,MODE: what --dry-run says, in GB, as a line of JSON
         local gb
         gb=$("$python" "train_$1.py" --dry-run 1x143 $(flags $2) --global-batch "$(cut -d, -f2 <<< "$2")" \
-            | awk '$1 == "ddp" {print $6 + 0; exit}')
+            | awk '$1 == "ddp" {print $7 + 0; exit}')
         [ -z "$gb" ] || echo "{\"kind\": \"memory\", \"of\": \"$1 ${2//,/ }\", \"gb\": $gb}" >> "$json"
     }
     for group in "${groups[@]}"; do
