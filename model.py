@@ -217,12 +217,14 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of --precision. `auto` means bf16 if the hardware computes in it (CUDA from sm80, CPU with
-    avx512_bf16), otherwise fp32.
+    """The dtype of --precision. `auto` means bf16 where that is faster: on CUDA from sm80 and on CPUs with
+    avx512_bf16. It means fp32 on an Intel Xeon (known by avx512_fp16) in a virtual machine that hides AMX,
+    because matrix products in bf16 take twice as long there.
     """
     if precision == "auto":
+        cpu = torch.cpu.get_capabilities()
         fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else torch.cpu.get_capabilities().get("avx512_bf16", False))
+                else cpu.get("avx512_bf16") and (cpu.get("amx_bf16") or not cpu.get("avx512_fp16")))
         precision = "bf16" if fast else "fp32"
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     return getattr(torch, names.get(precision, precision))  # checkpoints store torch's names

@@ -115,7 +115,7 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
     out = args.out / name.replace("/", "-")
     command = [sys.executable, ROOT / script, "--data", args.data, "--out", out, "--seed", seed, "--lr", lr,
                "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
-               "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
+               "--eval-batches", 0, "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(data.cpu_count() // args.jobs, 1))}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -107,7 +107,7 @@ def add_training_flags(parser: ArgumentParser):
          "After n steps the decay is at most (1 + n) / (10 + n).", 0.0)
     flag = flag_group(parser, "running", USUAL)
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations; parameters stay fp32\n"
-         "auto: bf16 where the hardware has it", "auto")
+         "auto: bf16 where that is faster", "auto")
     flag("--checkpoint-activations", ("none", "selective", "block"), "recompute activations to save memory "
          "(exact): block saves the most, selective is faster\nblock keeps only the input of each block, "
          "selective also matrix products. Compiled on GPUs, selective rounds some sums differently. Large "

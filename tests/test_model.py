@@ -34,6 +34,7 @@ from model import (
     HRMConfig,
     Linear,
     Stack,
+    compute_dtype,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,
@@ -1234,3 +1235,11 @@ def test_compiled_blocks_compute_the_same():
     greedy = ids_of(hrm(), tokens(length=3), SEQ_LEN, temperature=0)
     assert torch.equal(ids_of(model, tokens(length=3), SEQ_LEN, temperature=0), greedy)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize("has, dtype", [
+    ("", torch.float32), ("avx512_bf16", torch.bfloat16), ("avx512_bf16 avx512_fp16", torch.float32),
+    ("avx512_bf16 avx512_fp16 amx_bf16", torch.bfloat16)])
+def test_auto_is_bf16_where_a_cpu_is_faster_in_it(has, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
+    assert compute_dtype("auto", torch.device("cpu")) == dtype

@@ -36,7 +36,7 @@ from cli.parser import flag_group, parse_count
 from cli.run import FLAGS
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
-from model import GPT2Config
+from model import GPT2Config, compute_dtype
 from monitor import read_config
 from prepare import command as prepare_command
 
@@ -605,7 +605,7 @@ def test_a_flag_that_is_new_to_a_run_is_as_in_the_row_of_its_size(tmp_path, shar
 
 def another_processor() -> None:
     """Rank 0, to which this happens, computes in bf16 if and only if this machine does not."""
-    real = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    real = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": not real}
 
 
