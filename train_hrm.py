@@ -32,7 +32,7 @@ TINY = dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=
 SIZES = {
     "tiny": TINY,
     "puzzle": TINY | dict(n_head=4, n_layer=1, lr=1e-2, steps=600, eval_every=300, save_every=300,
-                          eval_batches=2, data="task:addition", optimizer="muon", sample_every=1,
+                          eval_batches=1, data="task:addition", optimizer="muon", sample_every=1,
                           temperature=0.0, max_new_tokens=48, h_cycles="4:8", l_cycles=1, bp_cycles=2,
                           inject_input=True),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
