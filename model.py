@@ -42,6 +42,7 @@ from data import document_bounds
 from ops.adam_atan2 import AdamAtan2
 from ops.attention import cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
+from ops.device import cpu_is_faster_in_bf16
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -217,14 +218,12 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of --precision. `auto` means bf16 where that is faster: on CUDA from sm80 and on CPUs with
-    avx512_bf16. It means fp32 on an Intel Xeon (known by avx512_fp16) in a virtual machine that hides AMX,
-    because matrix products in bf16 take twice as long there.
+    """The dtype of --precision. `auto` means bf16 if the hardware is faster in it (CUDA from sm80, most CPUs
+    with avx512_bf16), otherwise fp32.
     """
     if precision == "auto":
-        cpu = torch.cpu.get_capabilities()
         fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else cpu.get("avx512_bf16") and (cpu.get("amx_bf16") or not cpu.get("avx512_fp16")))
+                else cpu_is_faster_in_bf16())
         precision = "bf16" if fast else "fp32"
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     return getattr(torch, names.get(precision, precision))  # checkpoints store torch's names

@@ -34,3 +34,12 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     if choice is None:  # Triton and CUDA 13 need compute capability 7.5
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
     return choice
+
+
+def cpu_is_faster_in_bf16() -> bool:
+    """Whether matrix products on this CPU take less time in bf16 than in fp32. With AMX they do, and on AMD's
+    CPUs with avx512_bf16. Without AMX, which virtual machines can hide, they take twice as long on Intel's
+    Xeons. These have avx512_fp16, which AMD's don't have.
+    """
+    has = torch.cpu.get_capabilities().get
+    return has("amx_bf16", False) or has("avx512_bf16", False) and not has("avx512_fp16")
