@@ -271,7 +271,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_
         objective, loss, correct = LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, targets.flatten(), vocab_size, z_loss,
             torch.is_grad_enabled(), hits, compiled)
-        return objective, loss, correct.view(targets.shape)
+        return objective, loss, correct.view(targets.shape) if hits else None
 
     def plain(h: Tensor) -> Tensor:
         products = F.linear(h, weight.to(h.dtype)).float()

@@ -690,7 +690,7 @@ def test_fewer_sums_than_the_default_are_said(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert locate(**LIMITS) == out
     said = capsys.readouterr().out
-    assert "prepared up to 900 tokens, and this model would take 3,500,000: for these" in said
+    assert "prepared up to 900 tokens, and this model would take 3,500,000" in said
     monkeypatch.setattr(pipeline, "TASK_TOKENS", 900)
     assert locate(**LIMITS) == out and "note" not in capsys.readouterr().out
 

@@ -44,7 +44,7 @@ CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "sk
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
           "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
-          "who_writes_samples", "stop", "flash4", "machines"]
+          "who_writes_samples", "stop", "machines", "flash4"]
 
 
 def run_checks() -> dict[str, str]:
@@ -422,7 +422,8 @@ def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
     run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,
                           args=SimpleNamespace(strategy="ddp", seq_len=8))
-    log = SimpleNamespace(out="", finish=lambda *_: None)
+    log = SimpleNamespace(out="", finish=lambda *_: None, say=lambda text: None)
+    monkeypatch.setattr(ddp_utils, "what_next", lambda *_: "")
     ddp_utils.end_run(run, log, stop, 1, 1)
     assert sorted(order[:-1]) == ["all_gather", "read"] and order[-1] == "close"
 

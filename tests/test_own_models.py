@@ -907,7 +907,7 @@ def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, 
     checks.said.clear()
     check_edits(checks.run, checks.model, checks.log)
     sink = checks.log.loggers[-1]
-    records = [{"step": i, "loss": loss, "labels": 800} for i, loss in enumerate(losses)]
+    records = [{"step": i, "loss": loss, "labels": 800, "grad_norm": 0} for i, loss in enumerate(losses)]
     records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
     counts = []
     for record in [*records, *records]:
@@ -930,17 +930,17 @@ def test_the_most_natural_edit_is_warned_of(ranks, shards, tmp_path):
     mean = edited(tmp_path, "mean", (f"{SUMS}x, y)", MEAN))
     done = mean.fork(ranks, shards, tmp_path / "run")
     assert done.code == 0 and done.out.count("a mean that is divided by the labels again") == 1, done.out
-    assert done.out.index("once more") < done.out.index("step 2/"), "in the first line already"
+    assert done.out.index("by the labels again") < done.out.index("step 2/"), "in the first line already"
     again = mean.fork(ranks, shards, tmp_path / "run", steps=12)
-    assert again.code == 0 and "once more" not in again.out
+    assert again.code == 0 and "by the labels again" not in again.out
     (tmp_path / "right").mkdir()
     summed = MEAN.replace("=-1)", "=-1, reduction='sum')")
     right = edited(tmp_path / "right", "mean", (f"{SUMS}x, y)", summed))
     done = right.fork(ranks, shards, tmp_path / "whole")
-    assert done.code == 0 and "once more" not in done.out
+    assert done.code == 0 and "by the labels again" not in done.out
     copy_of_the_first_half(tmp_path / "whole", tmp_path / "later")  # the edit comes at a resume
     done = mean.fork(ranks, shards, tmp_path / "later")
-    assert done.code == 0 and done.out.count("once more") == 1, done.out
+    assert done.code == 0 and done.out.count("by the labels again") == 1, done.out
 
 
 @pytest.mark.full
@@ -957,7 +957,7 @@ def test_a_mean_in_the_other_trainers_is_warned_of(trainer, call, shards, tmp_pa
         if trainer == "train_mlm.py":
             copy.defaults.pop("max_new_tokens")
         done = copy.fork(0, shards, tmp_path / f"run-{name}")
-        assert done.code == 0 and done.out.count("once more") == len(more[:1]), done.out
+        assert done.code == 0 and done.out.count("by the labels again") == len(more[:1]), done.out
 
 
 PROBE = """    import torch

@@ -389,7 +389,7 @@ def test_a_text_field_that_would_not_be_read_is_refused(here):
     (here / "x.txt").write_text(TEXT)
     dataset = write_rows(here / "x.jsonl", {"q": "film", "a": "good", "body": "x"})
     for name, options in {"text:x.txt": {}, dataset: {"prompt_field": "q", "response_field": "a"}}.items():
-        assert "--text-field body is for rows of text" in refused(name, "out", text_field="body", **options)
+        assert "--text-field body would be ignored" in refused(name, "out", text_field="body", **options)
     assert texts_of(dataset, text_field="body") == ["x"]
 
 
@@ -747,7 +747,7 @@ def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
     assert "give data.py prepare another --out" in refused(dataset, "out3", text_field="more")
     (here / "full").mkdir()
     (here / "full" / "a").touch()
-    assert "empty it, or give data.py prepare another --out" in refused(dataset, "full", text_field="more")
+    assert "empty that directory, or give data.py prepare another --out" in refused(dataset, "full", text_field="more")
 
 
 def test_a_file_of_nanogpt_is_named_with_the_way_out(here):
@@ -923,7 +923,7 @@ def test_the_val_split_that_is_named_for_a_text_works(here, capsys, count):
     for attempt in range(4):
         (here / "x.txt").write_text("|".join(f"document {attempt}-{n} of a few" for n in range(count)))
         out = prepared("text:x.txt", f"none-{attempt}", val_split="hash:0.000001", split_on="|")
-        named = re.search(r"--val-split \S+ \(or (\S+), for a text\)", capsys.readouterr().out)[1]
+        named = re.search(r"for a text: source (\S+)\)", capsys.readouterr().out)[1]
         again = prepared("text:x.txt", f"some-{attempt}", val_split=named, split_on="|")
         splits = {shard["split"] for shard in data.read_manifest(again)["shards"]}
         assert splits == {"train", "val"} and out.exists()
@@ -932,7 +932,7 @@ def test_the_val_split_that_is_named_for_a_text_works(here, capsys, count):
 def test_a_set_that_is_held_out_altogether_is_told_what_to_give(here):
     text = next(t for t in map(str, range(999)) if pipeline.hash64(t) < 2**64 / 10)
     dataset = write_rows(here / "x.jsonl", {"text": text})
-    named = re.search(r"which --val-split (\S+) avoids", refused(dataset, "out"))[1]
+    named = re.search(r"--val-split (\S+) avoids", refused(dataset, "out"))[1]
     assert data.read_manifest(prepared(dataset, "out", val_split=named))["complete"]
 
 

@@ -714,7 +714,7 @@ def test_bits_per_byte_are_those_of_the_text_or_none(kind, number, told, tmp_pat
     record, = evaluations_of(tmp_path / "run")
     number = number or kind in EXACT
     for text in done.out, again.out:
-        assert text.count("note: evaluations give no bits per byte") == (not number), text
+        assert text.count("note: evaluations report no bits per byte") == (not number), text
         assert bool(re.search(r"\d bits per byte", text)) == number, text
     assert ('"val_bits_per_byte"' in again.out) == number
     if number:
