@@ -67,6 +67,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import monitor
 from cli.errors import (
+    FAULTS,
     HOST,
     RetryableError,
     RunError,
@@ -505,7 +506,7 @@ class Run:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Models on ranks, replicated or sharded
+# Models on ranks: replicated or sharded
 
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp",
@@ -516,9 +517,9 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
     Parameters are created on the meta device, without memory. So only rank 0, which has the weights, ever
     holds all of them in host memory.
 
-    With `comm` bf16, the shards of blocks are gathered in bfloat16; their layers would cast them to it
-    anyway. Their gradients are summed in bfloat16, over the uses of a weight and over ranks. Parameters
-    outside of blocks are also used in float32, so they are sent in float32.
+    With `comm` bf16, FSDP gathers the parameters of blocks in bfloat16, to which the layers would cast them
+    anyway, and sums their gradients in bfloat16, over the uses of a weight and over ranks. Some parameters
+    outside of blocks are used in float32, so all of those are sent in float32.
     """
     def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
         return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
@@ -529,8 +530,8 @@ def build_model(model_class: type, config, world: World, strategy: str = "ddp",
     names = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if (first := names.setdefault(p, name)) != name:
-            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, and training "
-                            "would make two of it: register it once, and use it twice in forward.")
+            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, which training "
+                            "would split in two: register it once, and use it twice in forward.")
     buffers = {(module, name): buffer for module in model.modules()
                for name, buffer in module.named_buffers(recurse=False)}
     offload = strategy == "zero3-offload"
@@ -702,8 +703,8 @@ def assert_all_train(model: nn.Module, optimizers: list):
                             "in its own state[p].")
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole and isinstance(model, FSDPModule):
-        raise UserError(f"{listed(whole)} came into the model after new_model, so it is not sharded and its "
-                        "gradient would never be averaged: create it in the model's constructor, or use "
+        raise UserError(f"{listed(whole)} was added to the model after new_model, so it is not sharded and "
+                        "its gradient would never be averaged: create it in the model's constructor, or use "
                         "--strategy ddp or zero1.")
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
     if foreign := [list(p.shape) for p in count.keys() - {*model.parameters()}]:
@@ -1164,7 +1165,7 @@ class TrainState:
 # -----------------------------------------------------------------------------------------------------------
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
-# A run gives its checkpoints such names, and deletes only files with such names: a renamed copy stays.
+# The names of the checkpoints that a run writes. It deletes only files that match: a renamed copy stays.
 CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
 NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "kept", "late", "optimizer")  # in a checkpoint's `tensors`, each a dict by name
@@ -1172,11 +1173,11 @@ FORMAT = 2  # of the checkpoints that this code writes and reads
 
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
-    """Reads a checkpoint and checks every byte, unless `checked` is False: then trust only its plain values.
+    """Reads a checkpoint and checks every byte. With `checked` False, trust only its plain values.
     Raises UserError if it has another FORMAT, RunError if it is damaged, RetryableError if it can't be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
-    directory as zipfile. The bit sums then show that the tensors are the ones that were saved.
+    directory as zipfile. Finally the bit sums of the tensors are compared with the saved ones.
     """
     pickled = b"format"
     try:
@@ -1404,7 +1405,7 @@ class Checkpoints:
         if not newest:
             return saved
         if resume == "none":
-            raise UserError(f"{directory} holds checkpoints ({newest}): choose another --out, or delete it.")
+            raise UserError(f"{directory} holds checkpoints ({newest}): omit --resume none or give another --out.")
         if resume != "auto" and on_rank0(step_of, newest) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off, or delete the later ones to go back.")
@@ -1906,7 +1907,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     def finish():
         checkpoints.close()
         log.finish(step, samples, memory, ending)
-        with suppress(OSError):  # nothing may stop a run that is done
+        with suppress(*FAULTS):  # nothing may stop a run that is done
             log.say(what_next(run, stopping > 0))
 
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a

@@ -306,7 +306,7 @@ def pad_vocab(n: int) -> int:
 
 
 def init_normal(weight: Tensor, std: float):
-    """Normal initialisation, truncated at three standard deviations and rescaled to `std`."""
+    """Normal initialization, truncated at three standard deviations and rescaled to `std`."""
     nn.init.trunc_normal_(weight, a=-3.0, b=3.0)
     weight.data.mul_(std / 0.98658)
 
@@ -364,8 +364,8 @@ class CausalConfig(ModelConfig):
 class AttentionConfig(CausalConfig):
     """Configuration of a model that builds its attention mask with CausalLM.mask."""
 
-    attention: str | None = flag(None, "causal: all earlier tokens; isolated: of the document; prefix: a "
-                                 "prompt also sees all of itself\nDefault: causal. With pairs, prefix for "
+    attention: str | None = flag(None, "causal: sees all earlier tokens; isolated: only in its document; "
+                                 "prefix: a prompt also sees ahead\nDefault: causal. With pairs, prefix for "
                                  "the HRM, as published, and isolated for GPT-2, because other programs have "
                                  "no prefix for it.",
                                  ("prefix", "isolated", "causal"))
@@ -383,7 +383,7 @@ class LanguageModel(nn.Module):
     * `Config` is a dataclass that inherits ModelConfig, or CausalConfig if the model generates text. `config`
       is an instance of it. Fields made with `flag` become flags of the trainer. Inherit AttentionConfig,
       which adds --attention, only if the model calls CausalLM.mask.
-    * The constructor initialises all parameters. It runs on each rank with parameters on the meta device, and
+    * The constructor initializes all parameters. It runs on each rank with parameters on the meta device, and
       on rank 0 once more with real ones. So don't compute a buffer from a parameter, and don't give a
       parameter two names. A non-persistent buffer is not saved, so it must be the same in every run.
     * `forward` may update persistent buffers, such as running means, while training. All ranks must make the

@@ -404,8 +404,8 @@ class RunLog:
 
     def _warn_of_loss(self, step: int, loss: float | None):
         if 10 * step > self.settings["steps"] and (loss is None or not loss <= self.entropy):
-            self.say(f"WARNING: after {step} steps the loss is above {self.entropy:.4f}, which even a model "
-                     "without context reaches: try a lower --lr or more steps")
+            self.say(f"WARNING: after {step} steps the loss is above the unigram entropy {self.entropy:.4f}, "
+                     "which a model without context can reach: try a lower --lr or more steps")
 
     def write(self, record: dict, line: str):
         """Adds a record to metrics.jsonl and its line to train.log, and passes it to all loggers."""

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None):
     world = start(command)  # joins the process group
     # when a run is resumed, flags that are not given keep its values
     run = find_run(MLM, command, world, constants=globals())
-    # set run.metric (see ddp_utils.evaluate) or run.change_data here, so that --eval-only uses them too
+    # set run.metric or run.change_data here (recipes in docs/changing.md), so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
 
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None):
         if due.saving:  # don't count saves and evaluations as training time
             log.restart_clock(samples)
 
-        # for a schedule of your own, compute lr here
+        # compute lr here for your own schedule
         lr = learning_rate(step, run.steps, args.lr, args.warmup, args.schedule, args.min_lr, args.decay)
         ddp.seed_step(args.seed, step, world.rank)
         count, batches = loader.step(run.grad_accum)

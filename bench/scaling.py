@@ -44,8 +44,8 @@ def train(args: argparse.Namespace, processes: int, out: Path) -> tuple[float, s
     return statistics.median(speeds[min(5, len(speeds) - 1):]), f"{batch} | {settings['precision']}"
 
 
-def processor() -> str:
-    if torch.cuda.is_available():
+def processor(device: str) -> str:
+    if device == "cuda":
         return torch.cuda.get_device_name()
     found = Path("/proc/cpuinfo").is_file() and re.search(r"model name\s*: (.*)",
                                                           Path("/proc/cpuinfo").read_text())
@@ -62,7 +62,8 @@ def main() -> None:
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     args.flags = sys.argv[end + 1:]
-    print(f"{time.strftime('%F')}, {processor()}, {cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch "
+    where = processor(args.device)
+    print(f"{time.strftime('%F')}, {where}, {cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch "
           f"{torch.__version__}, python {platform.python_version()}; {Path(args.trainer).name} "
           f"{' '.join(args.flags)}\n")
     print("| processes | batch x accumulation x processes | precision | tokens/s | tokens/s/process | "

@@ -45,9 +45,9 @@ def flags_of_model(config_class: type, args) -> dict:
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
 SHARDED = ("zero2", "zero3", "zero3-offload")  # no process has all parameters
 # What --help shows of the flags that all trainers share; --help-all shows all of them
-USUAL = ("--data --tokenizer --max-tokens --steps --epochs --global-batch --batch --lr --precision "
-         "--checkpoint-activations --strategy --out --eval-every --save-every --resume --init-from --wandb "
-         "--eval-only --prompt --chat --temperature --top-k").split()
+USUAL = ("--data --tokenizer --max-tokens --steps --epochs --global-batch --batch --optimizer --lr "
+         "--warmup --precision --checkpoint-activations --strategy --out --eval-every --save-every --resume "
+         "--init-from --wandb --eval-only --prompt --chat --temperature --top-k").split()
 
 
 def make_parser(description: str, config_class: type, sizes: dict[str, dict], presets=()) -> ArgumentParser:
@@ -162,9 +162,9 @@ def add_text_flags(parser: ArgumentParser):
     flag = flag_group(parser, "sampling", USUAL)
     flag("--num-samples", positive_int, "texts for each --prompt, written at once", 1)
     flag("--max-new-tokens", positive_int, "tokens in a sample (default: 200; an answer: up to the context)")
-    flag("--temperature", bounded(0), "how random samples are; 0: always the likeliest token", 0.8)
-    flag("--top-k", nonnegative_int, "50 samples from the 50 likeliest tokens; 0: from all", 50)
-    flag("--top-p", bounded(0, 1), "0.9 then keeps the fewest of them that add up to 90 %%", 1.0)
+    flag("--temperature", bounded(0), "divides the logits; 0: always the likeliest token", 0.8)
+    flag("--top-k", nonnegative_int, "sample only from the N likeliest tokens; 0: from all", 50)
+    flag("--top-p", bounded(0, 1), "sample only from the fewest tokens with a probability of N together", 1.0)
 
 
 def uses_model(args: Namespace) -> bool:

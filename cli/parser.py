@@ -59,7 +59,7 @@ class ArgumentParser(argparse.ArgumentParser):
                     stream.reconfigure(errors="replace")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Names all unknown flags at once, even if a required flag is missing."""
+        """Names all unknown flags of a command at once, even if a required flag is missing."""
         words = takewhile("--".__ne__, sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
@@ -231,6 +231,8 @@ the recipe in docs/changing.md: lora use-lora peft lora-r lora-rank lora-alpha
 def hint_for(word: str, known: dict) -> str:
     """What to use instead of an unknown flag, such as " (use --lr)". `known` has the flags of the command."""
     word = word.replace("_", "-")
+    if word in known:
+        return f" (use {word})"
     found = re.findall(rf"^(.*):.* {re.escape(word[2:])}(?!\S)", OTHER_NAMES, re.M)
     for use in found or difflib.get_close_matches(word, known, 1, 0.75):
         # torchrun, for example, only helps commands that join a process group

@@ -273,6 +273,8 @@ def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
     If `given` names other data, the flags of the old data are left out. --batch, --grad-accum and
     --global-batch may not divide among other processes, so the batches that they led to replace them.
     """
+    if any(out.glob("checkpoints/step_*.pt")):  # with --resume none; Checkpoints.load refuses that
+        return {}
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
             way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
@@ -395,7 +397,8 @@ def open_run(run: Run):
     usual = run.row.get("steps") or 0
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
-        text.say(f"warm-up for {args.warmup} of {run.steps} steps, like {of_size} of {usual}; see --warmup")
+        text.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
+                 f"{usual}: --warmup changes it")
 
 
 def new_model(run: Run, **config) -> nn.Module:

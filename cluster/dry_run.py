@@ -163,7 +163,8 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     global_batch, batch, grad_accum = plan_batch(
         processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch, args.largest_batch)
     model = empty_model(model_class, args)
-    precision = "bf16" if args.precision == "auto" else args.precision
+    # GPUs that aren't here compute in bf16
+    precision = "bf16" if gpus and args.precision == "auto" else args.precision
     dtype = compute_dtype(precision, torch.device("cpu"))
     compiled = gpus if args.compile is None else args.compile
     inputs = model.dummy_inputs(batch, "meta", **example)
@@ -185,7 +186,7 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     activations = kept.get(mode, logits)
     say(wrapped(f"""machine
   world size  {processes} processes with {gigabytes:.0f} GB each
-  precision   {precision}
+  precision   {str(dtype).removeprefix("torch.")}
   compile     {"on" if compiled else "off"}
   recompute   {mode} (--checkpoint-activations)
 model

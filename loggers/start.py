@@ -128,8 +128,7 @@ steps and batches
     if dataset.short:
         run.say(f"WARNING: {too_short(dataset)}")
     elif not dataset.val:
-        run.say("WARNING: the data have no validation set, so there is no evaluation and no best.pt: prepare "
-                f"them again {LARGER_SPLIT}")
+        run.say(f"WARNING: the data have no validation set: to evaluate, prepare them again {LARGER_SPLIT}")
 
 
 def what_next(run, stopped: bool) -> str:
@@ -143,14 +142,14 @@ def what_next(run, stopped: bool) -> str:
   numbers      metrics.jsonl
   curves       training_history.png
   TensorBoard  tb""".splitlines()
-    files = [line for line in files if (out / line.split()[1]).exists()]
     use = "--chat" if run.dataset.marker_ids["response"] >= 0 else "--prompt The"
     if "fill" in run.args:
         use = "--fill 'The [MASK] sat.'"
     if run.dataset.vocab_size:  # its ids aren't text
-        use = f"--steps {2 * run.steps}"
+        use = "--eval-only"
     start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(out))}"
     watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(out))}"
-    export = "--export" if run.model_class in HF_FAMILIES else "--eval-only"
-    third = run.command if stopped else f"{start} {export}"
-    return "\n".join([f"files in {out}", *files, "next:", f"  {start} {use}", f"  {watch}", f"  {third}"])
+    exports = run.model_class in HF_FAMILIES and not any(map(vars(run.args).get, ("halt", "inject_input")))
+    third = run.command if stopped else f"{start} {'--export' if exports else '--eval-only'}"
+    listing = "\n".join(line for line in files if (out / line.split()[1]).exists())
+    return f"files in {out}\n{listing}\nnext:\n  {start} {use}\n  {watch}\n  {third}"

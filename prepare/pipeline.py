@@ -49,8 +49,8 @@ from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
 from prepare.vocabulary import EOT
 
 # what to do about data without a validation set
-LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with more "
-                "documents")
+LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with "
+                "more documents")
 LINE_EVERY = 30  # seconds between the lines that `prepare` prints if it shows no progress bar
 
 

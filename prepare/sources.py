@@ -241,8 +241,8 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
         if files := find_files(where, print):
             return prefix, files
         hint = f": for all files of a directory, give '{dataset}/*'" * Path(where).is_dir()
-        raise UserError(f"no file matches {where!r}{hint}; if it was prepared elsewhere, copy its directory in "
-                        "shards/ to here.")
+        raise UserError(f"no file matches {where!r}{hint}; if it was prepared elsewhere, copy its directory "
+                        "in shards/ to here.")
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # hf: may name a local directory
     if Path(dataset).is_file():

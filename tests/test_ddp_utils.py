@@ -827,7 +827,8 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     ("train_gpt2.py", -1, None, False, "--prompt The", "--export"),
     ("train_gpt2.py", 256, None, False, "--chat", "--export"),
     ("train_mlm.py", -1, None, False, "--fill 'The [MASK] sat.'", "--export"),
-    ("mine/train_own.py", -1, 64, False, "--steps 600", "--eval-only"),
+    ("mine/train_own.py", -1, 64, False, "--eval-only", "--eval-only"),
+    ("train_hrm.py", 256, None, False, "--chat", "--eval-only"),
     ("train_gpt2.py", -1, None, True, "--prompt The", "torchrun train_gpt2.py")])
 def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypatch, trainer, pairs,
                                                             vocab_size, stopped, use, third):
@@ -838,12 +839,13 @@ def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypat
     for name in ("step_00000003_loss1.pt", "step_00000010_loss1.pt", ".tmp-step_00000012.pt"):
         (out / "checkpoints" / name).touch()
     (out / "train.log").touch()
-    models = {"train_gpt2.py": GPT2, "train_mlm.py": MLM}
+    models = {"train_gpt2.py": GPT2, "train_mlm.py": MLM, "train_hrm.py": HRM}
     run = SimpleNamespace(
         out=out, trainer=tmp_path / trainer, command=third, steps=300,
         model_class=models.get(trainer, HRMConfig),
         dataset=SimpleNamespace(marker_ids={"response": pairs}, vocab_size=vocab_size),
-        args=argparse.Namespace(**{"fill": None} if trainer == "train_mlm.py" else {}))
+        args=argparse.Namespace(**{"train_mlm.py": {"fill": None},
+                                   "train_hrm.py": {"inject_input": True}}.get(trainer, {})))
     title, *lines = what_next(run, stopped).splitlines()
     at = lines.index("next:")
     assert title == "files in my runs/one"

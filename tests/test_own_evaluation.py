@@ -543,7 +543,7 @@ def test_adapters_that_cannot_train_alike_are_named(shards, tmp_path):
                        "    p.requires_grad_('up.down' in name or 'up.up' in name)")):
         sharded = adapters(tmp_path / f"train_{name}.py", more=more)
         done = sharded.fork(2, shards, tmp_path / name, strategy="zero3")
-        assert done.code and re.search(r"down.* came into the model after new_model", done.out), done.out
+        assert done.code and re.search(r"down.* was added to the model after new_model", done.out), done.out
 
 
 REDRAWN = "torch.nn.init.normal_(model.embed.weight, std=0.02)"

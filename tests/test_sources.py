@@ -747,7 +747,8 @@ def test_advice_names_what_was_given_and_what_a_trainer_has(here, monkeypatch):
     assert "give data.py prepare another --out" in refused(dataset, "out3", text_field="more")
     (here / "full").mkdir()
     (here / "full" / "a").touch()
-    assert "empty that directory, or give data.py prepare another --out" in refused(dataset, "full", text_field="more")
+    sentence = refused(dataset, "full", text_field="more")
+    assert "empty that directory, or give data.py prepare another --out" in sentence
 
 
 def test_a_file_of_nanogpt_is_named_with_the_way_out(here):

@@ -122,7 +122,7 @@ def assert_decodes(model: CausalLM) -> None:
     """
     T, generator = model.config.seq_len, torch.Generator().manual_seed(0)
     for p in model.parameters():
-        if not p.any():  # as they were initialised, and hide what comes before them
+        if not p.any():  # as they were initialized, and hide what comes before them
             p.copy_(0.1 * torch.randn(p.shape, generator=generator))
     idx = torch.randint(256, (2, T), generator=generator)
     whole, cache = model(idx), KVCache(T)

@@ -522,7 +522,7 @@ def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script
     done = trainer.train(0, shards, short)
     size, own = (50, 400) if "mlm" in script else (30, 300)
     warmup = round(size * 20 / own)
-    shrunk = f"warm-up for {warmup} of 20 steps, like {size} of {own}; see --warmup"
+    shrunk = f"warm-up takes {warmup} of the 20 steps, in proportion to {size} of {own}: --warmup"
     assert done.code == 0 and shrunk in done.out, done.out
     rates = [record["lr"] for record in steps_of(short)]
     assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / warmup, 1) for s in range(3)], rel=0.01)

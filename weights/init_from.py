@@ -187,7 +187,7 @@ def new_tensors(model_class: type, model: nn.Module, weights: dict, source: str,
 def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
     """The model of --init-from, sharded as the run's strategy says. It has the configuration of the weights
     with `changes`, and takes fields that are missing there from `config`. Tensors that the weights lack are
-    initialised as in a new model. The context is extended to --seq-len if the positional encoding allows
+    initialized as in a new model. The context is extended to --seq-len if the positional encoding allows
     that. Pairs may extend the vocabulary: the embeddings of new ids start as the mean of the existing ones.
     Raises UserError if the data has another tokenizer, or the model other shapes.
     """
