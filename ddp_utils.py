@@ -1405,7 +1405,7 @@ class Checkpoints:
         if not newest:
             return saved
         if resume == "none":
-            raise UserError(f"{directory} holds checkpoints ({newest}): omit --resume none or give another --out.")
+            raise UserError(f"{directory} holds checkpoints: leave out --resume none, or give another --out.")
         if resume != "auto" and on_rank0(step_of, newest) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off, or delete the later ones to go back.")
