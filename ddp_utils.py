@@ -1114,7 +1114,7 @@ class TrainState:
         ours |= dict.fromkeys(self.plain_values())
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
-        changed -= self.groups.keys()  # whose values come from the checkpoint in any case
+        changed -= self.groups.keys()  # their values always come from the checkpoint
         if begun := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
             say(f"WARNING: the optimizer starts from scratch with {listed(sorted(begun))}, because "
                 "what it had saved there is not what it makes in a first step")
@@ -1124,7 +1124,7 @@ class TrainState:
             if group in ("ema", "kept") and unlike:
                 tensor.copy_(parameters[name])
             elif name.rpartition("/")[0] in changed or unlike and group != "model":
-                pass  # saved with another --comm, or with other parameters frozen: it begins anew
+                pass  # saved with another --comm or other frozen parameters: it starts from scratch
             elif owner is None:
                 copy_from_rank0(tensor, source, self.world)
             elif (received := transfer(source, 0, owner, self.world)) is not None:
@@ -1586,7 +1586,7 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
         run.out, run.text, settings, records or evaluated,
         val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
         sync="shards" if settings["strategy"] in SHARDED else "OK")
-    # a lower loss whose checkpoint is gone is not the best, as its save failed or somebody deleted it
+    # A lower loss without a checkpoint is not the best: its save failed, or somebody deleted the file.
     gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
     log.evaluations |= dict.fromkeys(gone, math.inf)
     run.checkpoints.log = log
