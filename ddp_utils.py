@@ -468,6 +468,12 @@ def assert_in_sync(model: nn.Module, begun: bool = True):
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
 
 
+def say_elsewhere(world: World, text: str):
+    """Prints `text` once on each node except rank 0's. Otherwise those nodes would print nothing."""
+    if world.local_rank == 0 and not world.is_rank0:
+        say(f"{world.prefix} {text}")
+
+
 # -----------------------------------------------------------------------------------------------------------
 # The record of a run
 
@@ -640,8 +646,8 @@ def set_modes(model: nn.Module, run: Run) -> dict:
     if compiles(run.args.compile, run.world.device):
         run.say("compiling: the first step takes minutes")
     apply_modes(model, run.args, run.world)
-    taken = not run.args.fast and take(model, run, all_gather, at_end)
-    return {"precision": str(model.compute_dtype).removeprefix("torch."), "flash_attention_4": taken}
+    return {"precision": str(model.compute_dtype).removeprefix("torch."),
+            "flash_attention_4": not run.args.fast and take(model, run, all_gather, at_end)}
 
 
 def apply_modes(model: nn.Module, args: Namespace, world: World):
@@ -1275,10 +1281,9 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
             candidates.append(best)
         if not candidates:
             fault = "holds no checkpoint" if there.exists() else "does not exist"
-            runs = sorted({str(file.parents[1]) for file in there.parent.glob("*/checkpoints/*.pt")})
-            if best.exists():  # it isn't a candidate if the others were renamed as damaged
-                runs = [str(best)]
-            such_as = f", such as {listed(runs)}" if runs else ""
+            # best.pt isn't a candidate if the others were renamed as damaged
+            runs = [best] if best.exists() else {p.parents[1] for p in there.parent.glob("*/checkpoints/*")}
+            such_as = f", such as {listed(sorted(map(str, runs)))}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"for a model from Hugging Face use --init-from hf:{where}.")
         damaged = []
@@ -1425,10 +1430,10 @@ class Checkpoints:
         """
         if not saved:
             return 0, 0
-        branch = not on_rank0(is_in, saved, self.run_directory)
+        continues = on_rank0(is_in, saved, self.run_directory)
         state.load_state_dict(saved, self.say)
         del saved["tensors"]
-        if not branch:
+        if continues:
             self.saved_step = saved["step"]
             self._newest = Path(saved["path"])
         on_rank0(self._go_back, saved["step"])
@@ -1463,6 +1468,7 @@ class Checkpoints:
                       "checkpoint holds it: if --eval-only or --prompt needs it, make it a persistent buffer")
         world = self.world
         self.saved_step = step
+        say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a checkpoint")
         # Until the last checkpoint is written, its copies are in use. That may take longer than --timeout, so
         # all ranks wait in many short collectives.
         while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
@@ -1523,8 +1529,7 @@ class Checkpoints:
             except Exception as error:  # mostly a full disk, but torch.save doesn't say so
                 reason = first_line(error)
                 with suppress(OSError):  # the directory may be gone
-                    free = shutil.disk_usage(self.directory).free
-                    reason += f", with {free / 1e9:.2f} GB free on the disk"
+                    reason += f", with {shutil.disk_usage(self.directory).free / 1e9:.2f} GB free on the disk"
                 self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
                          "again at the next save")
 
@@ -1607,8 +1612,7 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
     say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
              compiles(settings["compile"], world.device))
     warn_of_changes(run, model)
-    if world.local_rank == 0 and not world.is_rank0:  # the only line that these nodes print
-        say(f"{world.prefix} {HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
+    say_elsewhere(world, f"{HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
     return log
 
 
@@ -1618,8 +1622,7 @@ def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
     """
     hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
     at_end.callback(hook.remove)
-    whole = all(p.requires_grad for p in model.parameters())
-    log.loggers.append(monitor.MeanLoss(run, log, hook, whole))
+    log.loggers.append(monitor.MeanLoss(run, log, hook, all(p.requires_grad for p in model.parameters())))
 
 
 def warn_of_changes(run: Run, model: nn.Module):
@@ -1918,3 +1921,4 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
         if not stop.is_orphan():
             raise
         checkpoints.close()  # raises if that is the error
+    say_elsewhere(world, f"{ending} on node 0")

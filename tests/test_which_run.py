@@ -532,7 +532,7 @@ def test_a_short_run_has_a_short_warm_up_and_a_run_that_has_begun_its_own(script
     assert "resuming with warmup" not in (short / "train.log").read_text()
 
     epochs = trainer.train(0, shards, tmp_path / "epochs", steps=None, epochs=0.01)
-    assert epochs.code == 0 and f"as over {size} of {own}: --warmup chooses" in epochs.out, epochs.out
+    assert epochs.code == 0 and f"in proportion to {size} of {own}: --warmup" in epochs.out, epochs.out
 
     given = trainer.train(0, shards, tmp_path / "given", warmup=30)  # as runs had it before
     assert given.code == 0 and "WARNING: the learning rate rises in 30 of 20 steps" in given.out, given.out
@@ -579,7 +579,7 @@ def test_the_rows_of_sizes_may_have_changed_since(tmp_path, shards, monkeypatch)
     changed = {"n_layer": 3, "lr": 1.0, "steps": 9, "global_batch": 8, "batch": 2, "ema": 0.0}
     for sizes in ({"tiny": row, "mini": row | changed}, {"tiny": row}):
         monkeypatch.setattr(train_gpt2, "SIZES", sizes)
-        for flags, words in ((["--steps", "4"], "mini: "), (["--prompt", "a"], "a"), ([], "is complete"),
+        for flags, words in ((["--steps", "4"], "GPT2 mini"), (["--prompt", "a"], "a"), ([], "is complete"),
                              (["--eval-only"], "validation loss"), (["--export"], "is ready for")):
             done = GPT2.here("--out", run, *flags, "--max-new-tokens", "3")
             assert done.code == 0 and words in done.out, done.out
