@@ -33,6 +33,11 @@ def test_each_unknown_flag_has_a_hint_and_its_value_none(module):
         "torchrun --master_port=N)")
 
 
+def test_a_flag_with_underscores_is_found_even_if_another_program_has_it_too():
+    with pytest.raises(UserError, match=r"--max_new_tokens \(use --max-new-tokens\)"):
+        train_gpt2.parse_args(["--max_new_tokens", "3"])
+
+
 def test_a_command_without_processes_needs_no_torchrun():
     for word in "--gpus=8", "--nnodes=2", "--learning-rate=1":
         with pytest.raises(UserError, match=rf": {word.partition('=')[0]} \(not needed\); "):

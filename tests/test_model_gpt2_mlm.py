@@ -371,6 +371,7 @@ def test_linear_cross_entropy_with_a_bias_and_accuracy(n):
     targets[1::3] = -1
     logits = F.linear(hidden, weight, bias)[:, :VOCAB]
     expected = F.cross_entropy(logits, targets, ignore_index=-1)
+    assert linear_cross_entropy(hidden, weight, targets, VOCAB, bias)[2] is None
     found, _, hits = linear_cross_entropy(hidden, weight, targets, VOCAB, bias, hits=True)
     found = found / (targets >= 0).sum()
     accuracy = hits.sum() / (targets >= 0).sum()

@@ -27,7 +27,7 @@ from cli.errors import UserError
 from cli.run import refuse_together, settle
 from cluster import dry_run
 from ddp_utils import list_checkpoints
-from model import GPT2
+from model import GPT2, compute_dtype
 from prepare.pipeline import prepare
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
@@ -242,6 +242,8 @@ def test_dry_run_says_what_fits():
     assert f"and {file:.2f} to {2 * file:.2f} GB of rank 0's host memory" in large.out  # see test_cuda.py
     on_a_cpu = TRAINERS["gpt2"].here(*of, "--device", "cpu")
     assert f"and {file:.2f} GB of rank 0's host memory" in on_a_cpu.out
+    here = str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    assert f"precision   {here}\n" in on_a_cpu.out and "precision   bfloat16\n" in large.out
     assert "8x141" in TRAINERS["gpt2"].here("--dry-run", "8").out
 
 

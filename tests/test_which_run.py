@@ -718,6 +718,9 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="to resume from, but holds hf, which .* give another --out"):
         begun(config(lr))
+    (tmp_path / "checkpoints").mkdir()  # then Checkpoints.load names what is there
+    (tmp_path / "checkpoints" / "step_00000001_loss5.0.pt").touch()
+    assert begun(config(lr), resume="none") == {}
 
 
 # ---------------------------------------------------------------------------------------- the table of flags
