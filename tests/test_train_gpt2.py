@@ -105,7 +105,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
 @pytest.mark.full
 def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shards):
     """After a tenth of its steps, at each evaluation and, where there is none, at its end."""
-    warning = re.compile(r"WARNING: after (\d+) steps the loss is above (\d\.\d{4}), which")
+    warning = re.compile(r"WARNING: after (\d+) steps the loss is above .*?(\d\.\d{4})")
     flags = {"steps": 21, "eval_every": 2, "eval_batches": 1, "seq_len": 16}
     wild = GPT2.train(0, shards, tmp_path / "wild", lr=1e-9, **flags)
     assert wild.code == 0, wild.out
