@@ -1,22 +1,27 @@
-"""Which setting learns best? Trains each at several learning rates and seeds, to equal tokens or FLOPs.
+"""Which setting learns best? Trains each at several learning rates and seeds, to equal tokens, FLOPs or time.
 
     python bench/learning.py --data stdlib --settings hrm,gpt2 --lr 6e-3,1.2e-2,2.4e-2 --seeds 7
     python bench/learning.py --data stdlib --settings hrm=6e-3,plain=6e-3,gpt2=1.2e-2 --seeds 1,2,3
     python bench/learning.py --data task:addition --settings puzzle,puzzle-plain --lr 1e-2 --steps 600
 
 Each run is a run directory under --out, so the same command resumes, and `tensorboard --logdir DIR` compares
-the runs. The table has the mean, lowest and highest over the seeds for each rate, and marks a setting's best
-rate. --flags are added to all runs. With --equal flops, all train for as many FLOPs as the first setting does
-in --steps. Choose rates on one seed and one --val-split, and report others.
+the runs. The table has the mean over the seeds for each rate, and marks a setting's best rate: the one with
+the lowest validation loss, or on a task the one that solves most of the easier half of the levels. --flags
+are added to all runs. With --equal flops, all train for as many FLOPs as the first setting does in --steps;
+with --equal time, for as many CPU seconds, measured in runs of --steps (evaluations included). Choose rates
+on one seed and one --val-split, and report others.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,7 +51,8 @@ SETTINGS = {
     "puzzle-calls": "train_hrm.py --size puzzle --h-cycles 1:4 --l-cycles 3 --bp-steps 2:5",  # H first
     "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input",
     "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input --n-layer 3",
-    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
+    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 6 --n-head 4",  # FLOPs of puzzle
+    "puzzle-gpt2-small": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
 }
 
 
@@ -78,10 +84,17 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
         flops_per_token(HRM, c, bp_steps=bp_steps, cycles=cycles) for cycles in drawn)
 
 
-def harder_half(record: dict) -> float:
-    """Exact matches in the upper half of the levels of a task."""
-    levels = sorted(key for key in record if key.startswith("val_exact/"))
-    return statistics.mean(record[key] for key in levels[len(levels) // 2:])
+def halves(record: dict) -> tuple[float, float] | None:
+    """Exact matches in the easier and in the harder half of the levels of a task; None without levels."""
+    levels = [record[key] for key in sorted(record) if key.startswith("val_exact/")]
+    half = len(levels) // 2
+    return (statistics.mean(levels[:half]), statistics.mean(levels[half:])) if half else None
+
+
+def score(record: dict) -> float:
+    """What the best rate has the most of."""
+    both = halves(record)
+    return both[0] if both else -record["val_loss"]
 
 
 def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
@@ -92,11 +105,11 @@ def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5))
     axes = figure.subplots()
     for i, (name, seeds) in enumerate(curves.items()):
-        levels = any(key.startswith("val_exact/") for key in seeds[0][-1])
+        levels = halves(seeds[0][-1])
         points = [[r for r in records if r.get("val_loss") is not None] for records in seeds]
-        lines = [[harder_half(r) if levels else r["val_loss"] for r in records] for records in points]
+        lines = [[halves(r)[1] if levels else r["val_loss"] for r in records] for records in points]
         steps = [0, *(r["step"] for r in points[0])] if levels else [r["step"] for r in points[0]]
-        lines = [[0.0] * bool(levels) + line for line in lines]  # before the first step none is right
+        lines = [[0.0] * (levels is not None) + line for line in lines]  # before the first step none is right
         for line in lines:
             axes.plot(steps, line, color=f"C{i}", linewidth=0.6)
         axes.plot(steps, [statistics.mean(at) for at in zip(*lines)], color=f"C{i}", marker="os^Dv"[i % 5],
@@ -108,7 +121,9 @@ def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
 
 
 def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace) -> list[dict] | None:
-    """The records of a run, which is made, or finished, if necessary; None if it failed."""
+    """The records of a run, which is made, or finished, if necessary; None if it failed. The last record gets
+    the CPU seconds of the process, `cpu`, NaN if it took more than one.
+    """
     script, *flags = shlex.split(SETTINGS[setting])
     source = Path(args.data.replace(":", "-")).name
     name = "-".join([source, setting, f"lr{lr}-seed{seed}-{steps}", *args.flags])
@@ -117,11 +132,19 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
                "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
                "--eval-batches", 0, "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(data.cpu_count() // args.jobs, 1))}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    if done.returncode:
-        print(f"{out.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}", file=sys.stderr)
-        return None
+    finished, cpu = out / "cpu_seconds.txt", "nan" if (out / "metrics.jsonl").exists() else ""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(list(map(str, command)), stdout=said, stderr=said, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        if process.returncode:
+            print(f"{out.name} failed: {said.read().strip().splitlines()[-1]}", file=sys.stderr)
+            return None
+    if not finished.exists():
+        finished.write_text(cpu or f"{usage.ru_utime + usage.ru_stime:.0f}")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    records[-1]["cpu"] = float(finished.read_text())
     print(f"{out.name}: validation loss {records[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
     return records
 
@@ -133,7 +156,7 @@ def main() -> None:
     parser.add_argument("--lr", default="3e-3", help="learning rates of settings without =RATE")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens")
+    parser.add_argument("--equal", choices=("tokens", "flops", "time"), default="tokens")
     parser.add_argument("--flags", type=shlex.split, default=[], help="such as --flags '--ema 0.99'")
     parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at the same time")
     parser.add_argument("--device", default="auto")
@@ -147,34 +170,35 @@ def main() -> None:
     if unknown := set(settings) - SETTINGS.keys():
         raise SystemExit(f"error: unknown setting {min(unknown)}: choose from {', '.join(SETTINGS)}.")
     sizes = {setting: parameters_and_flops(setting, args) for setting in settings}
-    budget = sizes[settings[0]][1] * args.steps
-    steps = {setting: round(budget / sizes[setting][1]) if args.equal == "flops" else args.steps
-             for setting in settings}
+    cost = {setting: sizes[setting][1] if args.equal == "flops" else 1.0 for setting in settings}  # of a step
     runs = [(setting, lr, seed) for seed in seeds for setting in settings for lr in rates[setting]]
     with ThreadPoolExecutor(args.jobs) as pool:
-        logs = dict(zip(runs, pool.map(lambda run: train(*run, steps[run[0]], args), runs)))
-    found = {run: log and log[-1] for run, log in logs.items()}
+        for _ in range(1 + (args.equal == "time")):
+            steps = {setting: round(args.steps * cost[settings[0]] / cost[setting]) for setting in settings}
+            each = (steps[setting] for setting, _, _ in runs)
+            logs = dict(zip(runs, pool.map(train, *zip(*runs), each, itertools.repeat(args))))
+            for setting in settings if args.equal == "time" else ():
+                cpu = [log[-1]["cpu"] for run, log in logs.items() if log and run[0] == setting]
+                cost[setting] = statistics.fmean(cpu) if cpu else cost[setting]
     print(f"{args.data}, equal {args.equal}, seeds {args.seeds} {' '.join(args.flags)}\n")
-    print("| setting | parameters | GFLOP a token | steps | lr | loss | lowest to highest | exact match |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| setting | parameters | MFLOP a token | steps | lr | CPU s | loss | "
+          "easier half, by seed | harder half |")
+    print("|---|---|---|---|---|---|---|---|---|")
     curves = {}
     for setting in settings:
-        means = {lr: [r for seed in seeds if (r := found[setting, lr, seed])] for lr in rates[setting]}
-        means = {lr: records for lr, records in means.items() if records}
-        best = min(means, key=lambda lr: statistics.mean(r["val_loss"] for r in means[lr]), default=None)
-        curves |= {setting: [log for seed in seeds if (log := logs[setting, best, seed])]} if best else {}
-        for lr, records in means.items():
-            losses = [record["val_loss"] for record in records]
-            keys = [key for key in records[0] if key.startswith("val_exact")]
-            exact = ", ".join(f"{key[10:] or 'all'} {statistics.mean(r[key] for r in records):.1%}"
-                              for key in keys)
-            if len(keys) > 1:
-                hard = [harder_half(record) for record in records]
-                exact += (f"; harder half {statistics.mean(hard):.1%}, of seeds "
-                          + ", ".join(f"{x:.1%}" for x in hard))
-            print(f"| {setting} | {sizes[setting][0]:,} | {sizes[setting][1] / 1e9:.4f} | {steps[setting]} | "
-                  f"{lr}{' (best)' * (lr == best and len(means) > 1)} | {statistics.mean(losses):.4f} | "
-                  f"{min(losses):.4f} to {max(losses):.4f} | {exact} |")
+        of_rate = {lr: [log for seed in seeds if (log := logs[setting, lr, seed])] for lr in rates[setting]}
+        of_rate = {lr: found for lr, found in of_rate.items() if found}
+        means = {lr: statistics.mean(score(log[-1]) for log in found) for lr, found in of_rate.items()}
+        best = max(means, key=means.get, default=None)
+        curves |= {setting: of_rate[best]} if best else {}
+        for lr, found in of_rate.items():
+            last = [log[-1] for log in found]
+            exact = [halves(record) or (record.get("val_exact", math.nan),) * 2 for record in last]
+            easy, hard = (", ".join(f"{100 * x:.1f}" for x in half) for half in zip(*exact))
+            print(f"| {setting} | {sizes[setting][0]:,} | {sizes[setting][1] / 1e6:.1f} | {steps[setting]} | "
+                  f"{lr}{' (best)' * (lr == best and len(of_rate) > 1)} | "
+                  f"{statistics.mean(record['cpu'] for record in last):.0f} | "
+                  f"{statistics.mean(record['val_loss'] for record in last):.4f} | {easy} | {hard} |")
     if args.picture:
         draw(curves, args.picture)
 

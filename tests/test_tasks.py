@@ -7,11 +7,13 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
+from pathlib import Path
 
 import pytest
 import torch
-from runs import Trainer, evaluations_of
+from runs import Trainer, evaluations_of, run
 from states import flags_of
 
 import cli.run
@@ -19,6 +21,7 @@ import data
 import prepare.vocabulary
 import train_hrm
 from ddp_utils import list_checkpoints, read_checkpoint
+from examples import sudokus
 from loggers import levels
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
@@ -169,6 +172,42 @@ def test_an_older_run_of_puzzle_goes_on_as_it_was(tmp_path, monkeypatch):
         before = settings(1)
     now = settings(2)
     assert {key for key in now if now[key] != before[key]} == {"steps"}
+
+
+def test_sudokus_hold_out_whole_levels(tmp_path, monkeypatch):
+    """The commands of examples/sudokus.py, on fewer sudokus."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sudokus, "SAMPLES", {"trained": 300, "untrained": 60})
+    sudokus.main()
+    rows = [json.loads(line) for name in sudokus.BLANKS for line in open(f"sudokus/{name}.jsonl")]
+    assert len(rows) == 360
+    for row in rows:
+        cells, solved = (re.sub(r"\n", "", row[key]) for key in ("prompt", "response"))
+        units = [[i for i in range(16) if of(i) == n] for n in range(4)
+                 for of in (lambda i: i // 4, lambda i: i % 4, lambda i: i // 8 * 2 + i % 4 // 2)]
+        assert all({solved[i] for i in unit} == {*"1234"} for unit in units)
+        assert all(cell in ("0", digit) for cell, digit in zip(cells, solved))
+        assert row["level"].endswith(f"trained-{cells.count('0')}")
+        assert len([*sudokus.solutions([*map(int, cells)])]) == 1
+    assert len([*sudokus.solutions([0] * 16)]) == 288  # as is known
+    lines = [line.strip() for line in sudokus.__doc__.splitlines() if line.startswith("    ")]
+    fields, = (shlex.split(line)[0].removeprefix("fields=").split() for line in lines if "fields=" in line)
+    for line in lines:
+        if " prepare " in line:
+            command = shlex.split(line.partition("data.py ")[2].replace("$fields", " ".join(fields)))
+            assert run(0, "data.py", *command).code == 0
+    flags = shlex.split(lines[-1].partition("train_hrm.py ")[2])
+    dataset = data.Dataset([*map(Path, flags[-1].split(","))], 256)
+    assert {name.partition("-")[0] for name in dataset.val} == {"trained", "untrained"}
+    text = "".join(dataset.tokenizer.decode(tokens[:]) for tokens in dataset.train.tokens)
+    prompts = re.findall(rf"{re.escape(EOT)}([^<]+){re.escape(RESPONSE)}", text)
+    assert len(prompts) > 250 and {prompt.count("0") for prompt in prompts} <= {*sudokus.BLANKS["trained"]}
+    hrm = Trainer("train_hrm.py", seq_len=None, size="puzzle", steps=1, ff=32, h_cycles=1, bp_cycles=1,
+                  max_new_tokens=1)
+    done = hrm.train(0, flags[-1], tmp_path / "run")
+    assert done.code == 0 and "untrained-9" in done.out, done.out
+    alone = hrm.train(0, flags[-1].partition(",")[2], tmp_path / "alone")
+    assert alone.code == 2 and "no training shard" in alone.out, alone.out
 
 
 @pytest.fixture
