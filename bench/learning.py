@@ -51,7 +51,7 @@ SETTINGS = {
     "puzzle-calls": "train_hrm.py --size puzzle --h-cycles 1:4 --l-cycles 3 --bp-steps 2:5",  # H first
     "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input",
     "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input --n-layer 3",
-    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 6 --n-head 4",  # FLOPs of puzzle
+    "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 7 --n-head 4",  # FLOPs of puzzle
     "puzzle-gpt2-small": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
 }
 

@@ -31,8 +31,8 @@ from prepare.tokenizer import TOKENIZERS
 
 
 def parse_val_split(text: str) -> str:
-    if match := re.fullmatch(r"(hash|tail):0\.\d+|hash:1", text if ":" in text else f"{text}:0.01"):
-        return match[0]
+    if re.fullmatch(r"(hash|tail):0\.\d+|hash:1", text):
+        return text
     raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
 
 

@@ -82,7 +82,7 @@ MISTAKES = {
     "data.py prepare --tokenizer bpe:100": "bpe:100 & bpe:300",
     "data.py prepare --tokenizer model": "model/tokenizer.json & Hugging Face",
     "data.py prepare --tokenizer list": "list/tokenizer.json & Hugging Face",
-    "data.py prepare --max-samples 0 --val-split hash": "--max-samples & 1",
+    "data.py prepare --max-samples 0 --val-split hash:0.01": "--max-samples & 1",
     "data.py prepare --shard-tokens 0": "--shard-tokens & 1B",
     "data.py prepare --workers 0": "--workers & 1",
     "data.py prepare --max-samples 5": "--max-samples & tail:F & --max-tokens",

@@ -131,7 +131,7 @@ def test_ctrl_c_does_not_wait_for_the_threads_of_prepare(tmp_path, workers):
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "tokenizer.json").write_text(bpe.train_bpe([text[:10_000]], 300).to_json())
     command = ("data.py", "prepare", "--dataset", f"text:{tmp_path}/text.txt", "--shard-tokens", "100k",
-               "--val-split", "hash", "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers,
+               "--val-split", "hash:0.01", "--tokenizer", tmp_path / "tokenizer.json", "--workers", workers,
                "--out")
     out = tmp_path / "out"
     group = Group(*command, out, fault=SlowFromThePiece(4, tmp_path / "begun"))
