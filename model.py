@@ -530,6 +530,7 @@ class HRMConfig(AttentionConfig):
     init: str | None = flag(None, "identity: blocks first add zero, and the head is small; published: as in "
                             "HRM-Text", ("identity", "published"))
     inject_input: bool = flag(False, "also feed the embedded input to L, as the first HRM paper does")
+    qk_norm: bool = flag(False, "normalize queries and keys, which allows a wider range of learning rates")
     halt: bool = flag(False, "let each token choose how many cycles it gets, up to 4")
     eval_cycles: int = flag(None, "cycles in evaluation and use (default: as in training)\n"
                             "After training with 4:8 cycles the default is 16.")
@@ -592,7 +593,7 @@ class HRMBlock(Block):
     arXiv 2010.04245) use another scale.
     """
 
-    def __init__(self, c, zero_init: bool, qk_norm: bool = False):
+    def __init__(self, c, zero_init: bool, qk_norm: bool):
         super().__init__()
         self.head_dim, self.eps, self.dropout, self.qk_norm = c.head_dim, c.norm_eps, c.dropout, qk_norm
         self.gqkv = Linear(c.d_model, 4 * c.d_model, bias=False)  # gate, query, key, value
@@ -618,7 +619,8 @@ class Stack(nn.Module):
     def __init__(self, c: HRMConfig):
         super().__init__()
         self.eps = c.norm_eps
-        self.blocks = nn.ModuleList(HRMBlock(c, c.init == "identity") for _ in range(c.n_layer))
+        self.blocks = nn.ModuleList(
+            HRMBlock(c, c.init == "identity", c.qk_norm) for _ in range(c.n_layer))
 
     def forward(self, x: Tensor, rope: Tensor, mask=None, cache=None) -> Tensor:
         for block in self.blocks:

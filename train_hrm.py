@@ -31,10 +31,10 @@ TINY = dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=
             init="identity")
 SIZES = {
     "tiny": TINY,
-    "puzzle": TINY | dict(n_head=4, n_layer=1, lr=1e-2, steps=600, eval_every=300, save_every=300,
-                          eval_batches=1, data="task:addition", optimizer="muon", sample_every=1,
-                          temperature=0.0, max_new_tokens=48, h_cycles="4:8", l_cycles=1, bp_cycles=2,
-                          inject_input=True),
+    "puzzle": TINY | dict(n_head=4, n_layer=1, lr=1.4e-2, steps=600, eval_every=300, save_every=300,
+                          eval_batches=1, data="task:addition", optimizer="muon", schedule="wsd", decay=0.6,
+                          ema=0.98, sample_every=1, temperature=0.0, max_new_tokens=48, init="published",
+                          qk_norm=True, h_cycles="4:8", l_cycles=1, bp_cycles=2, inject_input=True),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,
@@ -137,7 +137,6 @@ def main(argv: list[str] | None = None):
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
-    at_most = "at most " * (high > (1 if c.halt else least_cycles) * (c.l_cycles + 1))
 
     def plan(step: int) -> tuple[float, int, int]:
         """Ramp progress (0 to 1), bp_steps and number of cycles for a step; the same on all ranks."""
@@ -146,7 +145,7 @@ def main(argv: list[str] | None = None):
         return ramp, low + int(ramp * (high - low)), cycles
 
     now = f", now {plan(step)[1]}" * (step > 0 and low < high)  # more steps stretch the ramp
-    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through {at_most}the last "
+    log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through at most the last "
             f"{graph}{now}")
     state.warm_up(*examples)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once

@@ -89,8 +89,8 @@ KINDS = {
     OF_DATA: "max_tokens max_samples min_words",
     OF_USE: "dropout eval_cycles bp_cycles",
     CHOSEN: "attention init",
-    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input halt window "
-           "global_every",
+    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input qk_norm halt "
+           "window global_every",
     FIXED: "seq_len data loss_on seed size optimizer trainer",
 }
 FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}

@@ -149,7 +149,8 @@ def what_next(run, stopped: bool) -> str:
         use = "--eval-only"
     start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(out))}"
     watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(out))}"
-    exports = run.model_class in HF_FAMILIES and not any(map(vars(run.args).get, ("halt", "inject_input")))
+    exports = run.model_class in HF_FAMILIES and not any(
+        map(vars(run.args).get, "halt inject_input qk_norm".split()))
     third = run.command if stopped else f"{start} {'--export' if exports else '--eval-only'}"
     listing = "\n".join(line for line in files if (out / line.split()[1]).exists())
     return f"files in {out}\n{listing}\nnext:\n  {start} {use}\n  {watch}\n  {third}"

@@ -13,7 +13,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BOUNDS = {"trainers": 4450, "model.py": 8000, "data.py": 6400, "ddp_utils.py": 12040, "monitor.py": 3565,
+BOUNDS = {"trainers": 4450, "model.py": 8010, "data.py": 6400, "ddp_utils.py": 12040, "monitor.py": 3565,
           "test_ddp.py": 1550, "cli/": 6840, "prepare/": 13935, "weights/": 12420, "loggers/": 6100,
           "cluster/": 6300, "ops/": 3250, "together": 84245}
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -172,6 +172,7 @@ def test_what_llama_cpp_lacks_is_refused_in_one_sentence(tmp_path, monkeypatch):
                             (Silu(SiluConfig(**shape, silu=True)), "--silu has no|cannot run Silu"),
                             (HRM(HRM.Config(**shape, ff=16, halt=True)), "--halt"),
                             (HRM(HRM.Config(**shape, ff=16, inject_input=True)), "--inject-input"),
+                            (HRM(HRM.Config(**shape, ff=16, qk_norm=True)), "--qk-norm"),
                             (HRM(HRM.Config(**shape, ff=16, attention="prefix")), "--attention isolated"),
                             (MLM(MLM.Config(**shape, ff=16)), "cannot run MLM, only GPT2 and HRM")):
         with pytest.raises(UserError, match=sentence):

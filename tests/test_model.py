@@ -462,13 +462,24 @@ def test_the_future_never_changes_the_past(config, dtype):
     assert torch.equal(*prefixes(hrm(dtype=dtype, **config)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_normalized_queries_and_keys_have_no_scale(qk_norm):
+    model, idx = hrm(qk_norm=qk_norm), tokens()
+    before = model(idx)
+    for block in [*model.H.blocks, *model.L.blocks]:
+        block.gqkv.weight[32:96] *= 4  # queries and keys
+    assert (largest_error(model(idx), before) < 1e-4) == qk_norm
+
+
 def test_control_attention_that_is_not_causal(monkeypatch):
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr("model.F.scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v))
     assert not torch.equal(*prefixes(hrm()))
 
 
-SHAPES = [{}, {"inject_input": True}, {"depth": 2}, {"halt": True}, {"h_cycles": 1, "l_cycles": 2}]
+SHAPES = [{}, {"inject_input": True}, {"qk_norm": True}, {"depth": 2}, {"halt": True},
+          {"h_cycles": 1, "l_cycles": 2}]
 
 
 @torch.no_grad()
@@ -754,7 +765,7 @@ def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, t
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids  # the control
 
 
-@pytest.mark.parametrize("option", ["halt", "inject_input"])
+@pytest.mark.parametrize("option", ["halt", "inject_input", "qk_norm"])
 def test_models_without_a_counterpart_are_not_exported(option, tokenizer, tmp_path):
     with pytest.raises(UserError, match="--" + option.replace("_", "-")):
         export(hrm(vocab_size=257, padded_vocab=320, **{option: True}), tokenizer, tmp_path / "hf")

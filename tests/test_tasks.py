@@ -138,7 +138,8 @@ OLD_PUZZLE = train_hrm.TINY | {
     "n_head": 4, "n_layer": 1, "lr": 1e-2, "steps": 600, "eval_every": 200, "save_every": 200,
     "data": "task:addition", "optimizer": "muon", "sample_every": 1, "temperature": 0.0, "max_new_tokens": 48,
     "h_cycles": "4:8", "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
-AS_BEFORE = "--eval-every 200 --save-every 200 --eval-batches 0 --max-tokens 2500000".split()
+AS_BEFORE = ("--lr 1e-2 --init identity --no-qk-norm --schedule cosine --decay 0.2 --ema 0 --eval-every 200 "
+             "--save-every 200 --eval-batches 0 --max-tokens 2500000").split()
 
 
 def plan_of(*flags: str) -> dict:

@@ -367,9 +367,8 @@ def test_a_run_of_another_start_is_used_by_its_directory_alone(tmp_path, shards,
 
 def test_a_graph_that_fewer_cycles_do_not_fill_is_at_most_that(tmp_path, shards):
     flags = {"l_cycles": 3, "steps": 1, "eval_every": 1}
-    for cycles, said in (("1:3", "through at most the last 8 stack calls"), (3, "through the last 8 stack")):
-        done = train(0, shards, tmp_path / f"{cycles}", h_cycles=cycles, bp_steps="8", **flags)
-        assert done.code == 0 and f"backpropagation {said}" in done.out, done.out
+    done = train(0, shards, tmp_path, h_cycles="1:3", bp_steps="8", **flags)
+    assert done.code == 0 and "backpropagation through at most the last 8 stack calls" in done.out, done.out
 
 
 def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch):

@@ -345,7 +345,7 @@ def test_a_run_resumes_with_its_own_shape(tmp_path, shards):
     same = hrm.train(0, shards, out, steps=6, eval_every=2)
     assert same.code == 0 and same.out.count("resuming with") == 1, same.out
     for name, value in (("d_model", 64), ("h_cycles", "1:3"), ("h_cycles", 3), ("inject_input", True),
-                        ("init", "identity"), ("n_layer", 2)):
+                        ("qk_norm", True), ("init", "identity"), ("n_layer", 2)):
         other = hrm.train(0, shards, out, steps=8, **{name: value})
         words = f"was trained with {name} "
         advice = f"leave out --{name.replace('_', '-')}, or"
