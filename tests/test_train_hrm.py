@@ -41,7 +41,8 @@ train, here = HRM.train, HRM.here
 
 EVERYTHING = {"global_batch": 24, "batch": 2, "ema": 0.9, "halt": True, "dropout": 0.1, "precision": "bf16",
               "optimizer": "adam-atan2"}
-WHOLE_CYCLES = {"h_cycles": "1:4", "l_cycles": 1, "bp_cycles": 2, "inject_input": True, "eval_cycles": 6}
+WHOLE_CYCLES = {"h_cycles": "1:4", "l_cycles": 1, "bp_cycles": 2, "inject_input": True, "qk_norm": True,
+                "eval_cycles": 6}
 
 
 @pytest.mark.full
