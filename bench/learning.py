@@ -6,10 +6,10 @@
 
 Each run is a run directory under --out, so the same command resumes, and `tensorboard --logdir DIR` compares
 the runs. The table has the mean over the seeds for each rate, and marks a setting's best rate: the one with
-the lowest validation loss, or on a task the one that solves most of the easier half of the levels. --flags
-are added to all runs. With --equal flops, all train for as many FLOPs as the first setting does in --steps;
-with --equal time, for as many CPU seconds, measured in runs of --steps (evaluations included). Choose rates
-on one seed and one --val-split, and report others.
+the lowest validation loss, on a task that of the easier half of the levels. --flags are added to all runs.
+With --equal flops, all train for as many FLOPs as the first setting does in --steps; with --equal time, for
+as many CPU seconds, measured in runs of --steps (evaluations included). Choose rates on one seed and one
+--val-split, and report others.
 """
 
 import argparse
@@ -84,17 +84,18 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
         flops_per_token(HRM, c, bp_steps=bp_steps, cycles=cycles) for cycles in drawn)
 
 
-def halves(record: dict) -> tuple[float, float] | None:
-    """Exact matches in the easier and in the harder half of the levels of a task; None without levels."""
-    levels = [record[key] for key in sorted(record) if key.startswith("val_exact/")]
+def halves(record: dict, metric: str = "val_exact") -> tuple[float, float] | None:
+    """A metric's means over the easier and over the harder half of the levels of a task; None without levels.
+    """
+    levels = [record[key] for key in sorted(record) if key.startswith(f"{metric}/")]
     half = len(levels) // 2
     return (statistics.mean(levels[:half]), statistics.mean(levels[half:])) if half else None
 
 
-def score(record: dict) -> float:
-    """What the best rate has the most of."""
-    both = halves(record)
-    return both[0] if both else -record["val_loss"]
+def chosen_loss(record: dict) -> float:
+    """The loss by which the best rate is chosen."""
+    both = halves(record, "val_loss")
+    return both[0] if both else record["val_loss"]
 
 
 def draw(curves: dict[str, list[list[dict]]], path: Path) -> None:
@@ -188,8 +189,8 @@ def main() -> None:
     for setting in settings:
         of_rate = {lr: [log for seed in seeds if (log := logs[setting, lr, seed])] for lr in rates[setting]}
         of_rate = {lr: found for lr, found in of_rate.items() if found}
-        means = {lr: statistics.mean(score(log[-1]) for log in found) for lr, found in of_rate.items()}
-        best = max(means, key=means.get, default=None)
+        means = {lr: statistics.mean(chosen_loss(log[-1]) for log in found) for lr, found in of_rate.items()}
+        best = min(means, key=means.get, default=None)
         curves |= {setting: of_rate[best]} if best else {}
         for lr, found in of_rate.items():
             last = [log[-1] for log in found]
