@@ -52,7 +52,6 @@ SETTINGS = {
     "puzzle-plain": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input",
     "puzzle-deep": "train_hrm.py --size puzzle --h-cycles 1 --no-inject-input --n-layer 3",
     "puzzle-gpt2": "train_gpt2.py --modern --optimizer muon --n-layer 7 --n-head 4",  # FLOPs of puzzle
-    "puzzle-gpt2-small": "train_gpt2.py --modern --optimizer muon --n-layer 2 --n-head 4",
 }
 
 
@@ -133,7 +132,8 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
                "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
                "--eval-batches", 0, "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(data.cpu_count() // args.jobs, 1))}
-    finished, cpu = out / "cpu_seconds.txt", "nan" if (out / "metrics.jsonl").exists() else ""
+    measured = out / "cpu_seconds.txt"
+    begun = (out / "metrics.jsonl").exists()  # then this process is not all of the run
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(list(map(str, command)), stdout=said, stderr=said, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
@@ -142,10 +142,10 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
         if process.returncode:
             print(f"{out.name} failed: {said.read().strip().splitlines()[-1]}", file=sys.stderr)
             return None
-    if not finished.exists():
-        finished.write_text(cpu or f"{usage.ru_utime + usage.ru_stime:.0f}")
+    if not measured.exists():
+        measured.write_text("nan" if begun else f"{usage.ru_utime + usage.ru_stime:.0f}")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    records[-1]["cpu"] = float(finished.read_text())
+    records[-1]["cpu"] = float(measured.read_text())
     print(f"{out.name}: validation loss {records[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
     return records
 

@@ -14,10 +14,8 @@ from pathlib import Path
 BLANKS = {"trained": range(2, 6), "untrained": range(6, 10)}
 SAMPLES = {"trained": 90_000, "untrained": 2_000}  # for 600 steps, and for about 500 a level
 CELLS = range(16)
-
-
 UNITS = [(i // 4, i % 4, i // 8 * 2 + i % 4 // 2) for i in CELLS]  # row, column and 2 x 2 box of each cell
-PEERS = [[j for j in CELLS if any(map(int.__eq__, UNITS[i], UNITS[j]))] for i in CELLS]
+PEERS = [[j for j in CELLS if any(a == b for a, b in zip(UNITS[i], UNITS[j]))] for i in CELLS]
 
 
 def solutions(grid: list[int]):

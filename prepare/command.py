@@ -107,10 +107,9 @@ def main():
     flag("--split-on", str, "text between the documents of a text: file, such as '<|endoftext|>'\n"
          "If it includes the newlines around it: $'\\n<|endoftext|>\\n'. Default: a file is one document.")
     flag("--val-split", parse_val_split, "hash:0.01 holds out 1 %% of the documents, by a hash of the text; "
-         "tail:0.1 its last tenth\nhash:1 holds out everything: train on another directory with it. Default: "
-         "tail:0.1 for fewer than 100 text files; hash:0.1 for less than 40 MB of files, --max-tokens below "
-         "10M, --max-samples below 10k, or a stdlib of less than 1,000 files; 0.05 for task:addition; else "
-         "hash:0.01.")
+         "tail:0.1 its last tenth\nhash:1 holds out all. Default: tail:0.1 for fewer than 100 text files; "
+         "hash:0.1 for less than 40 MB, --max-tokens below 10M, --max-samples below 10k, or a stdlib of "
+         "less than 1,000 files; 0.05 for task:addition; else hash:0.01.")
     flag("--val-field", str, "make a validation set, val_VALUE, for each value of this field, at most 16\n"
          "Default: none; the level for task:addition.")
     flag("--shard-tokens", parse_count, "tokens per shard", "100M")
