@@ -31,10 +31,10 @@ TINY = dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=
             init="identity")
 SIZES = {
     "tiny": TINY,
-    "puzzle": TINY | dict(n_head=4, n_layer=1, lr=1.4e-2, steps=600, eval_every=300, save_every=300,
-                          eval_batches=1, data="task:addition", optimizer="muon", schedule="wsd", decay=0.6,
-                          ema=0.98, sample_every=1, temperature=0.0, max_new_tokens=48, init="published",
-                          qk_norm=True, h_cycles="4:8", l_cycles=1, bp_cycles=2, inject_input=True),
+    "puzzle": TINY | dict(n_head=4, n_layer=1, lr=1.4e-2, steps=600, eval_every=300, eval_batches=1,
+                          data="task:addition", optimizer="muon", schedule="wsd", decay=0.6, ema=0.98,
+                          sample_every=1, temperature=0.0, init="published", qk_norm=True, h_cycles="4:8",
+                          l_cycles=1, bp_cycles=2, inject_input=True),
     "25m": dict(d_model=320, n_head=5, n_layer=3, ff=1024, global_batch=256, batch=32, lr=1e-3, warmup=200,
                 steps=2000, eval_every=250, save_every=250, eval_batches=20, **WEB),
     "100m": dict(d_model=640, n_head=10, n_layer=6, ff=1792, global_batch=1024, batch=64, lr=6e-4, warmup=200,

@@ -88,7 +88,8 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
         writer = ShardWriter(out, manifest, thread, source.reading)
         tokenize(writer, source, tokenizer, workers or cpu_count())
         held_out = source.settings["val_split"] == "hash:1"  # all of it, beside another training set
-        if not writer.counts["documents" if held_out else "samples" if writer.packers else "read"]:
+        read = writer.counts["documents" if held_out else "read"]
+        if not read or writer.packers and not writer.counts["samples"]:
             raise UserError(f"{dataset} holds no text to train on: its documents are empty, shorter than "
                             "--min-words, longer than --row, marked as not to be learned, or all in the "
                             "validation split; --val-split hash:0.000001 avoids the last.")

@@ -139,7 +139,7 @@ OLD_PUZZLE = train_hrm.TINY | {
     "data": "task:addition", "optimizer": "muon", "sample_every": 1, "temperature": 0.0, "max_new_tokens": 48,
     "h_cycles": "4:8", "l_cycles": 1, "bp_cycles": 2, "inject_input": True}
 AS_BEFORE = ("--lr 1e-2 --init identity --no-qk-norm --schedule cosine --decay 0.2 --ema 0 --eval-every 200 "
-             "--save-every 200 --eval-batches 0 --max-tokens 2500000").split()
+             "--save-every 200 --eval-batches 0 --max-new-tokens 48 --max-tokens 2500000").split()
 
 
 def plan_of(*flags: str) -> dict:
@@ -209,6 +209,13 @@ def test_sudokus_hold_out_whole_levels(tmp_path, monkeypatch):
     assert done.code == 0 and "untrained-9" in done.out, done.out
     alone = hrm.train(0, flags[-1].partition(",")[2], tmp_path / "alone")
     assert alone.code == 2 and "no training shard" in alone.out, alone.out
+    for split, code in (("hash:1", 0), ("hash:0.999999999", 2)):  # only the first is asked for
+        done = run(0, "data.py", "prepare", "--data", "jsonl:sudokus/untrained.jsonl", *fields,
+                   "--val-split", split, "--out", split)
+        assert done.code == code, done.out
+    Path("empty.jsonl").write_text("")
+    empty = run(0, "data.py", "prepare", "--data", "jsonl:empty.jsonl", *fields, "--val-split", "hash:1")
+    assert empty.code == 2, empty.out
 
 
 @pytest.fixture
