@@ -823,14 +823,17 @@ def test_a_small_text_is_warned_of_but_not_small_pairs(world, loss, warned):
     assert long == [14 * " " + dataset.name]  # whole, on a line of its own
 
 
-@pytest.mark.parametrize("trainer, pairs, vocab_size, stopped, use, third", [
-    ("train_gpt2.py", -1, None, False, "--prompt The", "--export"),
-    ("train_gpt2.py", 256, None, False, "--chat", "--export"),
-    ("train_mlm.py", -1, None, False, "--fill 'The [MASK] sat.'", "--export"),
-    ("mine/train_own.py", -1, 64, False, "--eval-only", "--eval-only"),
-    ("train_hrm.py", 256, None, False, "--chat", "--eval-only"),
-    ("train_gpt2.py", -1, None, True, "--prompt The", "torchrun train_gpt2.py")])
-def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypatch, trainer, pairs,
+@pytest.mark.parametrize("trainer, args, pairs, vocab_size, stopped, use, third", [
+    ("train_gpt2.py", {}, -1, None, False, "--prompt The", "--export"),
+    ("train_gpt2.py", {}, 256, None, False, "--chat", "--export"),
+    ("train_mlm.py", {"fill": None}, -1, None, False, "--fill 'The [MASK] sat.'", "--export"),
+    ("mine/train_own.py", {}, -1, 64, False, "--eval-only", "--eval-only"),
+    ("train_hrm.py", {"qk_norm": False}, 256, None, False, "--chat", "--export"),
+    ("train_hrm.py", {"inject_input": True}, 256, None, False, "--chat", "--eval-only"),
+    ("train_hrm.py", {"qk_norm": True}, 256, None, False, "--chat", "--eval-only"),
+    ("train_hrm.py", {"halt": True}, 256, None, False, "--chat", "--eval-only"),
+    ("train_gpt2.py", {}, -1, None, True, "--prompt The", "torchrun train_gpt2.py")])
+def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypatch, trainer, args, pairs,
                                                             vocab_size, stopped, use, third):
     """The files that are there, and commands for this model that can be pasted into this directory."""
     monkeypatch.chdir(tmp_path)
@@ -844,8 +847,7 @@ def test_the_end_of_a_run_names_its_files_and_three_commands(tmp_path, monkeypat
         out=out, trainer=tmp_path / trainer, command=third, steps=300,
         model_class=models.get(trainer, HRMConfig),
         dataset=SimpleNamespace(marker_ids={"response": pairs}, vocab_size=vocab_size),
-        args=argparse.Namespace(**{"train_mlm.py": {"fill": None},
-                                   "train_hrm.py": {"inject_input": True}}.get(trainer, {})))
+        args=argparse.Namespace(**args))
     title, *lines = what_next(run, stopped).splitlines()
     at = lines.index("next:")
     assert title == "files in my runs/one"
