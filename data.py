@@ -525,7 +525,7 @@ class Dataset:
                  for shard in manifests[directory]["shards"] if shard["split"] == "train"]
         names = ", ".join(map(str, contents))
         if not train:
-            raise UserError(f"{names} holds no training shard: add a directory with some, --data TRAIN,VAL.")
+            raise UserError(f"{names} holds no training shards: add a directory that does, --data TRAIN,VAL.")
         self.train = read(train)
         if not self.train.rows:
             raise UserError(f"{names} is too small: {self.train.num_tokens} training tokens do not fill a "
