@@ -19,7 +19,7 @@ Sections of this file, and what uses them:
     shards    write_atomically, open_shard, read_manifest: prepare/ and the reading section
     order     shuffled, Masker: Loader, train_mlm
     reading   Dataset, Loader, validation_batches: the trainers and ddp_utils
-    batches   plan_batch: cli/run.py, to divide a global batch over ranks
+    batches   plan_batch: startup/run.py, to divide a global batch over ranks
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import RetryableError, UserError, access, at_end, names_in, run_command
-from prepare.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
-from prepare.vocabulary import Vocabulary
+from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
+from vocab.vocabulary import Vocabulary
 
 # -----------------------------------------------------------------------------------------------------------
 # Shards: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens; as in llm.c.
@@ -562,6 +562,16 @@ class Dataset:
                 raise UserError("this trainer's change to the data leaves a set without rows: keep some "
                                 "rows, or remove that set from dataset.val.")
             read_rows(rows, np.arange(1))  # raises if the ids are of another tokenizer
+
+    def too_short(self) -> str:
+        """A sentence about the validation sets that are shorter than a row. There must be one."""
+        listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in self.short.items())
+        text = (f"an evaluation leaves out the validation set {listed}, which is shorter than a "
+                f"row of {self.train.seq_len} tokens")
+        longest = min(self.short.values()) - 1
+        if longest > 0:
+            text += f"; --seq-len {longest} fits it, in a new run or with --eval-only"
+        return text
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:

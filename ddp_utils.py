@@ -3,10 +3,10 @@
     start and end       launch(main), init: join the process group, end without hanging
     devices             choose_device: a GPU for each process, and the backend
     agreement           run_and_wait, on_rank0, sums over ranks, comparisons of ranks
-    the record of a run Run, which cli/run.py fills
+    the record of a run Run, which startup/run.py fills
     models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
     training state      TrainState: clips gradients, steps the optimizer, yields the tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them, find_checkpoint in cli/run.py chooses one;
+    checkpoints         Checkpoints writes and restores them, find_checkpoint in startup/run.py chooses one;
                         RunLock keeps other runs out of the directory
     around a step       start_run, due_after, StopVote (Ctrl-C, signals), Metrics, evaluate, sample, end_run
 
@@ -21,7 +21,6 @@ import errno
 import functools
 import gc
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -63,11 +62,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 import monitor
 from cli.errors import (
-    FAULTS,
     HOST,
     RetryableError,
     RunError,
@@ -91,19 +89,15 @@ from data import (
     fsync_directory,
     lock_file,
     replacing,
-    unigram_entropy,
     validation_batches,
     why_not_made,
 )
-from loggers.machine import combined, hardware, machine_curves, memory_gb
-from loggers.mfu import MFU
-from loggers.start import loggers_of, say_plan, what_next
-from model import blocks_of, compute_dtype, copied_buffers, first_values, num_params, use_device
+from loggers.machine import combined, machine_curves, memory_gb
+from model import blocks_of, compute_dtype, copied_buffers, first_values, use_device
 from ops.device import compiles, keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA, local_shard
 from ops.flash_attention_4 import take
-from prepare.vocabulary import tokenizer_of_run, without_surrogates
-from weights.sampling import write_sample
+from vocab.vocabulary import tokenizer_of_run
 
 SYNC_EVERY = 200  # steps between comparisons of the parameters across ranks; each save compares them, too
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
@@ -480,7 +474,7 @@ def say_elsewhere(world: World, text: str):
 
 @dataclass
 class Run:
-    """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in cli/run.py creates
+    """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in startup/run.py creates
     it; load_data and open_run complete it. A trainer may set `metric` and `change_data`.
     """
 
@@ -722,26 +716,6 @@ def assert_all_train(model: nn.Module, optimizers: list):
     if odd:
         raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: if it is in 2, take "
                         "it out of one; if it is in 0, add it, or freeze it with requires_grad_(False).")
-
-
-def foreign_parameters(model, say):
-    """Returns a hook for the end of each optimizer's step. It warns if the optimizer has parameters that are
-    not the model's.
-    """
-    ours = {*model.parameters()}
-    say_once = functools.cache(say)
-
-    def hook(optimizer, args, kwargs):
-        foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
-        if foreign:  # while shards are gathered, the model has other parameters than at the start
-            foreign -= {*model.parameters()}
-        if foreign:
-            say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
-                     f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
-                     "holds them, and each process trains its own. To keep them, create them in the model's "
-                     "constructor, see docs/changing.md")
-
-    return hook
 
 
 def clip_grad_norm(parameters, max_norm: float) -> Tensor:
@@ -1368,7 +1342,7 @@ class Checkpoints:
     renames it, so every file with such a name is complete. Only rank 0 writes, but all ranks call `save`.
 
     A checkpoint holds `tensors` (see TrainState.state_dict) and plain values: `plain` (of the optimizers),
-    `scaler`, `step`, `samples`, `loss`, and what `metadata` in cli/run.py adds.
+    `scaler`, `step`, `samples`, `loss`, and what `metadata` in startup/run.py adds.
     """
 
     unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, in a list
@@ -1576,110 +1550,6 @@ def wait_for_writing():
 # Around a step
 
 
-def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
-    """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
-    if launched:  # until StopVote, see warm_up
-        signal.signal(signal.SIGINT, leave_at_once)
-    world, dataset, model = run.world, run.dataset, state.model
-    settings = meta["settings"]
-    dataset.check_sets()  # a trainer may have added some without change_data
-    val = [*dataset.val.values()]
-    records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
-    evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
-    # other ranks have no records, and need only the evaluations
-    log = monitor.RunLog(
-        run.out, run.text, settings, records or evaluated,
-        val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
-        sync="shards" if settings["strategy"] in SHARDED else "OK")
-    # A lower loss without a checkpoint is not the best: its save failed, or somebody deleted the file.
-    gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
-    log.evaluations |= dict.fromkeys(gone, math.inf)
-    run.checkpoints.log = log
-
-    def begin():
-        if all_done(run, log, step):  # the files would name flags of no step
-            return
-        check_edits(run, model, log)
-        log.loggers += loggers_of(run, log)
-        log.mfu = MFU(run, model, settings)
-        if run.saved:
-            monitor.say_changes(run, run.say)
-        log.begin(step, run_files(run, model, meta))
-
-    on_rank0(begin)
-    machines = Counter(all_gather(hardware(world.device)))
-    resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
-    say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
-             compiles(settings["compile"], world.device))
-    warn_of_changes(run, model)
-    say_elsewhere(world, f"{HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
-    return log
-
-
-def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
-    """Adds checks of what the trainer's loop does. The log warns once if the loss is divided twice, and once
-    if an optimizer has parameters that aren't the model's.
-    """
-    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
-    at_end.callback(hook.remove)
-    log.loggers.append(monitor.MeanLoss(run, log, hook, all(p.requires_grad for p in model.parameters())))
-
-
-def warn_of_changes(run: Run, model: nn.Module):
-    """Warns if the model's tensors have changed since new_model: their names, or the values in shards. All
-    ranks call this.
-    """
-    if odd := sorted(model.state_dict().keys() ^ model.made):
-        run.say(f"WARNING: {listed(odd)} came or went after new_model, so --eval-only, --prompt, --export "
-                "and load_run will refuse the checkpoints: add or remove tensors in the model's constructor")
-    if run.saved or run.args.strategy not in SHARDED:
-        return
-    changed = [name for name, p in model.named_parameters()
-               if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
-    if changed := sorted({*itertools.chain(*all_gather(changed))}):  # each rank sees its own shards
-        run.say(f"WARNING: {listed(changed)} changed after new_model: random numbers for shards differ from "
-                "--strategy ddp and may repeat, so draw them in the model's constructor")
-
-
-def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
-    return step >= run.steps and (step in log.evaluations or not run.dataset.val)
-
-
-def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
-    """Whether nothing is left to do after `step` steps. If so, prints how to go on."""
-    if complete := all_done(run, log, step):
-        log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
-                "them), give another --out to start from scratch, or use the run, such as with --eval-only")
-    return complete
-
-
-def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
-    """Returns the files, by name, that rank 0 writes into the run directory:
-
-        copies of the code    all of them when the run begins, later only missing ones
-        tokenizer.json
-        config.json           `meta`, the commands and commits of all starts so far, and the numbers of
-                              parameters and of training tokens
-    """
-    before = monitor.read_config(run.out)
-    commands, commits = [], []
-    with suppress(TypeError, KeyError):  # config.json is damaged
-        commands, commits = [*before["commands"]], [*before["commits"]]
-    if run.trainer.is_file():  # not if main() is in a notebook
-        commands.append(run.command)
-        commits.append(monitor.commit_of(run.trainer.resolve().parent))
-    config = meta | {
-        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
-        "training_tokens": run.dataset.train.num_tokens}
-    text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
-    files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
-    for name, path in monitor.project_files(run.trainer).items():
-        if not run.saved or not (run.out / name).exists():
-            with access(path):
-                files[name] = path.read_bytes()
-    return files
-
-
 @dataclass
 class Due:
     """What is due after a step. It is the same on all ranks."""
@@ -1884,41 +1754,3 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
                 break
     model.train()
     return None if stop.agreed else monitor.results_of(totals, in_nats) | of_names
-
-
-def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes, unless its ids aren't text. All ranks call this."""
-    if run.dataset.vocab_size:
-        return
-    with state.averaged_weights():
-        write_sample(state.model, run, step, run_and_wait)
-
-
-def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
-    """Waits for the last checkpoint and says how the run has ended."""
-    world, checkpoints = run.world, run.checkpoints
-    stopping = stop.agreed
-    memory = max(all_gather(memory_gb(world.device)))
-    stop.read()  # leaves no vote under way; a signal after the last step changes nothing
-    in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
-    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
-              f"{in_sync}; the run is in {log.out}")
-    if stopping:
-        ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
-                  f"step {checkpoints.saved_step}: the same command resumes it")
-
-    def finish():
-        checkpoints.close()
-        log.finish(step, samples, memory, ending)
-        with suppress(*FAULTS):  # nothing may stop a run that is done
-            log.say(what_next(run, stopping > 0))
-
-    # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
-    # torchrun whose processes have ended waits for the others only for a while.
-    try:
-        run_and_wait(finish)
-    except RunError:  # without torchrun there may be no store in which to wait, and all has been said
-        if not stop.is_orphan():
-            raise
-        checkpoints.close()  # raises if that is the error
-    say_elsewhere(world, f"{ending} on node 0")

@@ -18,9 +18,22 @@ Five PCs with one small GPU each can train on 160 sequences of 1024 tokens per s
 import data
 import ddp_utils as ddp
 from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.dry_run import dry_run
 from model import GPT2, GPT2Config, learning_rate, make_optimizers
+from startup.dry_run import dry_run
+from startup.run import (
+    end_run,
+    find_run,
+    is_complete,
+    load_data,
+    metadata,
+    new_model,
+    open_run,
+    sample,
+    settle,
+    start,
+    start_run,
+    use_run,
+)
 
 # Only `tiny` has been tuned (on two CPU cores). The other shapes are from Radford et al., 2019, and the
 # learning rates from Brown et al., 2020. `steps` gives each about 20 tokens per parameter.
@@ -68,8 +81,8 @@ def main(argv: list[str] | None = None):
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.start_run(run, state, meta, step)
-    if ddp.is_complete(run, log, step):
+    log = start_run(run, state, meta, step)
+    if is_complete(run, log, step):
         return
     state.warm_up(example)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
@@ -92,7 +105,7 @@ def main(argv: list[str] | None = None):
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
-                ddp.sample(state, run, step)
+                sample(state, run, step)
         if due.stopping or due.done:
             break
         if due.saving:  # don't count saves and evaluations as training time
@@ -118,8 +131,8 @@ def main(argv: list[str] | None = None):
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     if not due.stopping:
-        ddp.sample(state, run, step)
-    ddp.end_run(run, log, stop, step, samples)
+        sample(state, run, step)
+    end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

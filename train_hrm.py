@@ -18,10 +18,23 @@ import ddp_utils as ddp
 from cli.errors import UserError
 from cli.flags import Command, flags_of_model, make_parser, parse_flags, uses_model
 from cli.parser import flag_group
-from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.dry_run import dry_run
-from loggers.levels import show_levels
 from model import HRM, HRMConfig, int_range, learning_rate, make_optimizers
+from startup.dry_run import dry_run
+from startup.run import (
+    end_run,
+    find_run,
+    is_complete,
+    load_data,
+    metadata,
+    new_model,
+    open_run,
+    sample,
+    settle,
+    start,
+    start_run,
+    use_run,
+)
+from weights.levels import show_levels
 
 # Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
 # times its batch. In all trainers, `batch` (the micro-batch) and `checkpoint_activations` suit 80 GB GPUs.
@@ -131,8 +144,8 @@ def main(argv: list[str] | None = None):
         state.ema.constant = args.size == "1b-published"
     meta = metadata(model, run, **modes, bp_steps=[low, high])
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.start_run(run, state, meta, step)
-    if ddp.is_complete(run, log, step):
+    log = start_run(run, state, meta, step)
+    if is_complete(run, log, step):
         return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
     used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
@@ -168,7 +181,7 @@ def main(argv: list[str] | None = None):
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
-                ddp.sample(state, run, step)
+                sample(state, run, step)
         if due.stopping or due.done:
             break
         if due.saving:  # don't count saves and evaluations as training time
@@ -198,9 +211,9 @@ def main(argv: list[str] | None = None):
         log.step(metrics, step, samples, grad_norm, lr=lr, bp_steps=bp_steps)
     loader.close()
     if not due.stopping:
-        ddp.sample(state, run, step)
+        sample(state, run, step)
         show_levels(state, run)
-    ddp.end_run(run, log, stop, step, samples)
+    end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,22 @@ import data
 import ddp_utils as ddp
 from cli.errors import local_rank
 from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.parser import bounded, flag_group
-from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.dry_run import dry_run
+from cli.parser import bounded, flag_group, without_surrogates
 from model import MLM, MLMConfig, learning_rate, make_optimizers
-from prepare.vocabulary import without_surrogates
+from startup.dry_run import dry_run
+from startup.run import (
+    end_run,
+    find_run,
+    is_complete,
+    load_data,
+    metadata,
+    new_model,
+    open_run,
+    settle,
+    start,
+    start_run,
+    use_run,
+)
 
 # Only `tiny` has been tuned (on two CPU cores). base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -115,8 +126,8 @@ def main(argv: list[str] | None = None):
     state = ddp.TrainState(model, optimizers, run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.start_run(run, state, meta, step)
-    if ddp.is_complete(run, log, step):
+    log = start_run(run, state, meta, step)
+    if is_complete(run, log, step):
         return
     state.warm_up(example)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
@@ -164,7 +175,7 @@ def main(argv: list[str] | None = None):
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    ddp.end_run(run, log, stop, step, samples)
+    end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

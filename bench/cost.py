@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import model
-from cli.run import settle
-from cluster.dry_run import dry_run, empty_model
 from data import plan_batch
 from loggers.mfu import PEAK_TFLOPS, flops_per_token
+from startup.dry_run import dry_run, empty_model
+from startup.run import settle
 
 MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
 # The size that was timed, its tokens per second and peak GB: bench/results/2026-11-27-gpu-h200.md

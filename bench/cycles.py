@@ -1,5 +1,5 @@
 """Does an HRM answer better with more cycles? Prints and draws exact matches by level of difficulty, for all
-held-out samples, several runs and any numbers of cycles. loggers/levels.py draws the end of a single run.
+held-out samples, several runs and any numbers of cycles. weights/levels.py draws the end of a single run.
 
     torchrun --nproc_per_node=2 train_hrm.py --size puzzle
     python bench/cycles.py runs/hrm-puzzle-task-addition-bytes --picture cycles.png
@@ -16,8 +16,8 @@ import data
 import ddp_utils
 from cli.errors import UserError
 from cli.parser import ArgumentParser, local_path, positive_int
-from loggers.levels import by_cycles, draw, means
 from model import HRM, compute_dtype, use_device
+from weights.levels import by_cycles, draw, means
 from weights.use import load_model
 
 

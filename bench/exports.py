@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
-from prepare.tokenizer import load_tokenizer  # noqa: E402
+from vocab.tokenizer import load_tokenizer  # noqa: E402
 from weights.huggingface import from_hf, to_hf  # noqa: E402
 from weights.llama_cpp import to_gguf  # noqa: E402
 from weights.sampling import fill_masks, samples_of  # noqa: E402

@@ -19,8 +19,8 @@ import torch
 
 import data
 import ddp_utils
-from cli import run
 from cluster import late
+from startup import run
 
 
 def imitate(processes: int):

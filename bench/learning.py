@@ -33,8 +33,8 @@ import ddp_utils  # noqa: E402
 from cli.errors import UserError  # noqa: E402
 from cli.flags import flags_of_model  # noqa: E402
 from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
-from cli.run import settle  # noqa: E402
 from cluster import dry_run  # noqa: E402
+from startup.run import settle  # noqa: E402
 
 SETTINGS = {
     "hrm": "train_hrm.py",

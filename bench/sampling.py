@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import GPT2, HRM, pad_vocab
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 from weights.huggingface import to_hf
 from weights.sampling import generate
 

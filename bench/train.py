@@ -135,9 +135,9 @@ def ours(args, row, device):
 
     import ddp_utils
     import train_gpt2
-    from cli.run import settle
     from loggers.mfu import flops_per_token
     from model import make_optimizers
+    from startup.run import settle
     world = ddp_utils.init(device=device.type, fast=args.fast)
     if args.wrap_fa4:
         wrap_fa4()
@@ -206,7 +206,7 @@ def class_of_transformers(args, row, device, **options):
 
     import transformers
 
-    from prepare.tokenizer import load_tokenizer
+    from vocab.tokenizer import load_tokenizer
     from weights.huggingface import to_hf
     made = make_model(args, row, device)
     names = {"gpt2": "GPT2LMHeadModel", "hrm": "HrmTextForCausalLM", "mlm": "ModernBertForMaskedLM"}

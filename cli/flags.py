@@ -1,6 +1,6 @@
 """The flags that all trainers share, and those of a model's configuration.
 
-cli/run.py says which flags may change when a run resumes, and refuses flags that can't train together
+startup/run.py says which flags may change when a run resumes, and refuses flags that can't train together
 (refuse_together). weights/use.py refuses flags that don't go with --prompt or --export. model.py makes the
 --optimizer.
 """
@@ -22,8 +22,8 @@ from cli.parser import (
     steps_or_fraction,
     table_of_sizes,
     utf8_path,
+    without_surrogates,
 )
-from prepare.vocabulary import without_surrogates
 
 
 def flag(default, help: str, type=None):

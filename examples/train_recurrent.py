@@ -15,9 +15,20 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside mo
 import data
 import ddp_utils as ddp
 from cli.flags import Command, flag, make_parser, parse_flags, uses_model
-from cli.run import find_run, load_data, metadata, new_model, open_run, settle, start, use_run
-from cluster.dry_run import dry_run
 from model import Block, CausalConfig, CausalLM, Linear, learning_rate, make_optimizers, rms_norm
+from startup.dry_run import dry_run
+from startup.run import (
+    end_run,
+    find_run,
+    load_data,
+    metadata,
+    new_model,
+    open_run,
+    settle,
+    start,
+    start_run,
+    use_run,
+)
 from weights.sampling import KVCache
 
 
@@ -106,7 +117,7 @@ def main(argv=None) -> None:
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
     meta = metadata(model, run, **modes)
     step, samples = checkpoints.resume(run.saved, state)
-    log = ddp.start_run(run, state, meta, step)
+    log = start_run(run, state, meta, step)
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)
@@ -141,7 +152,7 @@ def main(argv=None) -> None:
         metrics.end_step(samples, labels())
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
-    ddp.end_run(run, log, stop, step, samples)
+    end_run(run, log, stop, step, samples)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from data import (
 )
 from prepare.pipeline import describe, prepare
 from prepare.sources import LARGEST_ROW, TASK_ROW
-from prepare.tokenizer import TOKENIZERS
+from vocab.tokenizer import TOKENIZERS
 
 
 def parse_val_split(text: str) -> str:

@@ -30,7 +30,6 @@ from data import (
     why_not_made,
     write_atomically,
 )
-from prepare.bpe import BPE_TRAIN_CHARS, train_bpe
 from prepare.packing import ShardWriter, shard_dtype, total, write_manifest
 from prepare.sources import (
     BLOCK,
@@ -45,8 +44,9 @@ from prepare.sources import (
     pieces,
     stdlib_files,
 )
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
-from prepare.vocabulary import EOT
+from vocab.bpe import BPE_TRAIN_CHARS, train_bpe
+from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
+from vocab.vocabulary import EOT
 
 # what to do about data without a validation set
 LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with "

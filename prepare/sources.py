@@ -37,7 +37,7 @@ from data import (
     sample_digest,
     sha256_of,
 )
-from prepare.packages import needed
+from vocab.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # limit on the characters of a field of a table, or of an object in an array

@@ -22,14 +22,15 @@ from states import flags_of, run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_utils
+import startup.run
 import train_hrm
 from cli.errors import RetryableError, RunError, UserError, at_end
 from cli.flags import STRATEGIES
-from cluster import dry_run
 from ddp_utils import StopVote, World, local_shard, reshard
 from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
 from ops.flash_attention_4 import take
-from prepare.tokenizer import load_tokenizer, with_markers
+from startup import dry_run
+from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling
 
 TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=32)
@@ -442,7 +443,7 @@ def check_who_writes_samples(world: World) -> None:
 
         sampling.samples_of = slowly
         run = argparse.Namespace(args=args, dataset=dataset, world=world, say=texts.append)
-        ddp_utils.sample(state, run, 1)
+        startup.run.sample(state, run, 1)
         assert set(written) == writers & {world.rank} and time.monotonic() - began > 0.5
         assert texts.pop() == f"a sample after step 1:\n{'ab' if world.rank in writers else 'a'}\n"
 

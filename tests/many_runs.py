@@ -16,8 +16,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import module_of
 
-import cli.run
 import ddp_utils
+import startup.run
 from cluster.late import Late
 from ddp_utils import TrainState, local_shard
 
@@ -88,7 +88,7 @@ def main() -> None:
         if world.is_rank0:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
         trainer = module_of(script)
-        with sabotaged(*sabotage.split(":")), mock.patch.object(cli.run, "init", lambda *_, **__: world), \
+        with sabotaged(*sabotage.split(":")), mock.patch.object(startup.run, "init", lambda *_, **__: world), \
                 mock.patch.object(sys, "argv", [script, *arguments]):
             trainer.main()
         dist.barrier()

@@ -2,15 +2,15 @@
 
 from types import SimpleNamespace
 
-import cli.run
 import ddp_utils
+import startup.run
 import train_hrm
 from model import make_optimizers
 
 
 def flags_of(trainer, argv: list[str]):
     """All flags of a new run of a trainer."""
-    return cli.run.settle(trainer.parse_args(argv))
+    return startup.run.settle(trainer.parse_args(argv))
 
 
 def run_of(world, **changes) -> SimpleNamespace:

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 from conftest import ROOT
 
-import cli.run
+import startup.run
 import train_gpt2
 from cli.errors import UserError
 from prepare.pipeline import locate, prepare
@@ -113,7 +113,7 @@ def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> d
 def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():
     def sentence(now: dict) -> str:
         with pytest.raises(UserError) as problem:
-            cli.run.compare_with_saved(record("text:a.txt", "1"), now, False, print)
+            startup.run.compare_with_saved(record("text:a.txt", "1"), now, False, print)
         return str(problem.value)
 
     other = record("text:b.txt", "2")
@@ -132,7 +132,7 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
               "modern": True}
     run = {"path": "run", "model_config": config, "settings": {}}
     with pytest.raises(UserError, match=f"leave out {flag}, "):
-        cli.run.shape_of(command, run, True)
+        startup.run.shape_of(command, run, True)
 
 
 def test_modes_are_flags_of_a_trainer():

@@ -12,12 +12,11 @@ import torch
 from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
-import prepare.vocabulary
 from data import Dataset
 from model import GPT2, HRM
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
-from prepare.vocabulary import EOT, RESPONSE
+from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
+from vocab.vocabulary import EOT, RESPONSE
 from weights.llama_cpp import to_gguf
 
 transformers = pytest.importorskip("transformers", minversion="5.23")

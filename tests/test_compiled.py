@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import model
 import train_hrm
-from cluster import diagnosis, dry_run
+from cluster import diagnosis
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops.cross_entropy import LOSS_ROWS, logits_bytes
+from startup import dry_run
 from weights.sampling import sample_ids
 
 GPU = torch.device("cuda")  # is not touched

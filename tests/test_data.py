@@ -37,10 +37,11 @@ import data
 import model
 from cli.errors import RetryableError, UserError
 from cli.parser import ArgumentParser, parse_count
-from prepare import bpe, packing, pipeline, sources, tokenizer_json
 from prepare import command as data_py
-from prepare.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
-from prepare.vocabulary import EOT, MASK
+from prepare import packing, pipeline, sources
+from vocab import bpe, tokenizer_json
+from vocab.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
+from vocab.vocabulary import EOT, MASK
 from weights import huggingface, sampling
 
 EOT = EOT

@@ -29,15 +29,16 @@ from conftest import ROOT, Finished, finish, run, start
 from processes import fork
 from states import run_of, train_state
 
-import cli.run
 import ddp_utils
+import startup.run
 import train_gpt2
 from cli.errors import RunError, UserError
-from cluster import diagnosis, dry_run
+from cluster import diagnosis
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
-from loggers.start import say_plan, what_next
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
 from ops import attention, device
+from startup import dry_run
+from startup.plan import say_plan, what_next
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "skipped_updates",
@@ -424,7 +425,7 @@ def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
                           args=SimpleNamespace(strategy="ddp", seq_len=8))
     log = SimpleNamespace(out="", finish=lambda *_: None, say=lambda text: None)
     monkeypatch.setattr(ddp_utils, "what_next", lambda *_: "")
-    ddp_utils.end_run(run, log, stop, 1, 1)
+    startup.run.end_run(run, log, stop, 1, 1)
     assert sorted(order[:-1]) == ["all_gather", "read"] and order[-1] == "close"
 
 
@@ -566,7 +567,7 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch, flags, befo
     set_when_it_joined = []
     monkeypatch.setattr(torch.distributed, "init_process_group",
                         lambda *_, **__: set_when_it_joined.append(os.environ.get("NCCL_NVLS_ENABLE")))
-    cli.run.start(train_gpt2.parse_args(["--device", "cpu", *flags]))
+    startup.run.start(train_gpt2.parse_args(["--device", "cpu", *flags]))
     assert set_when_it_joined == [after]
 
 
@@ -938,9 +939,9 @@ def test_changed_flags_are_named_on_resume():
     said = []
     saved = identity()
     saved["settings"] |= {"lr": 2.0}
-    cli.run.compare_with_saved(saved, identity(), False, said.append)
+    startup.run.compare_with_saved(saved, identity(), False, said.append)
     assert said == ["resuming with lr 1.0 (was 2.0)"]
-    cli.run.compare_with_saved(identity() | {"torch": "2.9.1"}, identity(), False, said.append)
+    startup.run.compare_with_saved(identity() | {"torch": "2.9.1"}, identity(), False, said.append)
     assert said.pop() == f"resuming with torch {torch.__version__} (was 2.9.1)"
-    cli.run.compare_with_saved(identity(), identity(), False, said.append)
+    startup.run.compare_with_saved(identity(), identity(), False, said.append)
     assert len(said) == 1

@@ -12,9 +12,9 @@ from runs import Trainer
 from states import flags_of
 
 from cli.flags import STRATEGIES
-from cli.run import run_directory
-from cluster import dry_run
 from model import GPT2, HRM, MLM, num_params
+from startup import dry_run
+from startup.run import run_directory
 
 TRAINERS = ("train_hrm.py", "train_mlm.py", "train_gpt2.py")
 

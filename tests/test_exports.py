@@ -22,7 +22,7 @@ from torch import nn
 import model as models
 from cli.errors import RetryableError, UserError
 from model import GPT2, HRM, MLM, LayerNorm
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 from weights import use
 from weights.huggingface import logits_of_hf, to_hf
 from weights.llama_cpp import logits_of_gguf, to_gguf

@@ -15,7 +15,7 @@ from cli.errors import UserError
 from cli.flags import flag
 from model import GPT2, HRM, MLM, num_params
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer, prompt_ids
+from vocab.tokenizer import load_tokenizer, prompt_ids
 from weights.huggingface import HF_FAMILIES, to_hf
 from weights.llama_cpp import to_gguf
 from weights.sampling import generate, samples_of

@@ -282,7 +282,8 @@ def broken(folder, monkeypatch, package: str, error: str) -> None:
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "SystemExit"])
 @pytest.mark.parametrize("package", ["safetensors", "gguf", "pyarrow", "tokenizers"])
 def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monkeypatch):
-    from prepare import bpe, sources, tokenizer, tokenizer_json
+    from prepare import sources
+    from vocab import bpe, tokenizer, tokenizer_json
     out = runs / GPT2.script
     (tmp_path / "merges.txt").write_text("")
     nothing = SimpleNamespace(dataset="parquet:x", files=[])
@@ -306,7 +307,7 @@ def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monk
 
 @pytest.mark.parametrize("package", ["gguf", "tokenizers", "safetensors"])
 def test_a_package_that_is_missing(package, runs, tmp_path, shards, monkeypatch):
-    from prepare import bpe
+    from vocab import bpe
     monkeypatch.setitem(sys.modules, package, None)
     if package == "safetensors":
         done = GPT2.train(0, shards, tmp_path / "run", init_from=f"hf:{tmp_path}")

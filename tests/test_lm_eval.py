@@ -12,7 +12,7 @@ from conftest import ROOT
 from test_model import hrm, transformers  # noqa: F401 (a fixture)
 from test_model_gpt2_mlm import gpt2
 
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
+from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
 from weights.huggingface import to_hf
 
 TEXTS = ["def main():\n    return 1\n", "import sys\nprint(sys.argv)\n", "über alles, sat on 12 mats"]

@@ -7,9 +7,9 @@ import pytest
 from conftest import SHARED, place
 
 import data
-from cluster import dry_run
-from prepare import bpe, tokenizer_json
-from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
+from startup import dry_run
+from vocab import bpe, tokenizer_json
+from vocab.tokenizer import load_tokenizer, parse_tokenizer_json
 
 T = 96
 

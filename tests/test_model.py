@@ -44,8 +44,8 @@ from model import (
 )
 from ops.adam_atan2 import AdamAtan2
 from ops.ema import EMA
-from prepare import bpe
-from prepare.tokenizer import load_tokenizer, parse_tokenizer_json
+from vocab import bpe
+from vocab.tokenizer import load_tokenizer, parse_tokenizer_json
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import KVCache, generate, sample_ids, samples_of
 

@@ -56,8 +56,8 @@ from model import (
     pad_vocab,
 )
 from ops import attention
-from prepare import bpe
-from prepare.tokenizer import load_tokenizer
+from vocab import bpe
+from vocab.tokenizer import load_tokenizer
 from weights.huggingface import from_hf, to_hf
 from weights.sampling import KVCache, generate
 

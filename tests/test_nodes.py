@@ -20,8 +20,8 @@ from processes import Group, fork
 from runs import Trainer, log_of
 from test_monitor import curves
 
-import cli.run
 import ddp_utils
+import startup.run
 import test_ddp
 import train_gpt2
 from cli.errors import RunError, UserError
@@ -137,7 +137,7 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
     try:
         words = "gloo fails in its first collective .RuntimeError: NCCL error: unhandled"
         with pytest.raises(RunError, match=words):
-            cli.run.start(train_gpt2.parse_args(["--device", "cpu"]))
+            startup.run.start(train_gpt2.parse_args(["--device", "cpu"]))
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in diagnosis.WHEN_CUT_OFF["nccl"]

@@ -24,6 +24,7 @@ import data
 import ddp_utils
 import model as model_module
 import monitor
+import startup.run
 from cli.errors import RunError, UserError, at_end
 from ddp_utils import (
     Checkpoints,
@@ -1175,7 +1176,7 @@ def test_a_config_that_is_damaged_is_written_anew(tmp_path):
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
                            ('{"commands": ["a"]}', 1), ('{"commands": ["a"], "commits": ["b"]}', 2)):
         (tmp_path / "config.json").write_text(text)
-        files = ddp_utils.run_files(run, model, {})
+        files = startup.run.run_files(run, model, {})
         config = json.loads(files["config.json"])
         assert files["trainer.py"] == b"\xff = 1\r\n"
         assert len(config["commands"]) == len(config["commits"]) == commands, text
@@ -1232,7 +1233,7 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
     run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, dataset=dataset,
                           trainer=tmp_path / "gone.py")
     model = torch.nn.Linear(2, 3)
-    files = ddp_utils.run_files(run, model, {})
+    files = startup.run.run_files(run, model, {})
     assert {"config.json", "tokenizer.json", "model/model.py"} <= files.keys() and "trainer.py" not in files
     assert json.loads(files["config.json"])["commands"] == json.loads(files["config.json"])["commits"] == []
 

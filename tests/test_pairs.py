@@ -17,13 +17,13 @@ from processes import fork
 from runs import SMALL, Trainer, evaluations_of, steps_of, tensors_of
 
 import data
-import prepare.vocabulary
 from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
-from prepare import packing, pipeline, sources, vocabulary
-from prepare.tokenizer import load_tokenizer, prompt_ids, with_markers
-from prepare.vocabulary import EOT, HRM_TEXT_MARKERS, MASK
+from prepare import packing, pipeline, sources
+from vocab import vocabulary
+from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
+from vocab.vocabulary import EOT, HRM_TEXT_MARKERS, MASK
 from weights import sampling
 from weights.sampling import KVCache, first_pair, generate
 

@@ -14,7 +14,7 @@ from test_pairs import prepare, samples, write
 
 import monitor
 from model import GPT2
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 from weights import sampling
 from weights.sampling import filtered, generate, sample_ids, samples_of
 from weights.use import load_run

@@ -26,12 +26,12 @@ from runs import Trainer, log_of
 from test_data import bins, read_documents, read_split
 
 import data
-import prepare.vocabulary
 from cli.errors import UserError
-from prepare import bpe, packing, pipeline, sources
 from prepare import command as data_py
+from prepare import packing, pipeline, sources
 from prepare.pipeline import prepare
-from prepare.vocabulary import EOT
+from vocab import bpe
+from vocab.vocabulary import EOT
 
 TEXT = "first line é\r\n" * 500
 

@@ -21,14 +21,14 @@ from runs import (
 from states import flags_of
 from test_changes import FALSE_ALARMS
 
-import cli.run
+import startup.run
 import train_gpt2
 from cli.errors import UserError
-from cli.run import refuse_together, settle
-from cluster import dry_run
 from ddp_utils import list_checkpoints
 from model import GPT2, compute_dtype
 from prepare.pipeline import prepare
+from startup import dry_run
+from startup.run import refuse_together, settle
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
               "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3-offload"}}
@@ -327,7 +327,7 @@ def test_a_trainer_asks_before_it_prepares(name, monkeypatch, tmp_path, corpus):
         inputs = dry_run.empty_model(run.model_class, run.args).dummy_inputs(2, "meta", **example)
         raise UserError(f"asked of {len(inputs)} inputs")
 
-    monkeypatch.setattr(cli.run, "before_data", refuse)
+    monkeypatch.setattr(startup.run, "before_data", refuse)
     monkeypatch.chdir(tmp_path)
     done = TRAINERS[name].train(0, f"text:{corpus}", "run", tokenizer="bytes")
     assert done.code == 2 and "error: asked of" in done.out and not [*tmp_path.iterdir()], done.out

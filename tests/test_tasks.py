@@ -16,16 +16,15 @@ import torch
 from runs import Trainer, evaluations_of, run
 from states import flags_of
 
-import cli.run
 import data
-import prepare.vocabulary
+import startup.run
 import train_hrm
 from ddp_utils import list_checkpoints, read_checkpoint
 from examples import sudokus
 from loggers import levels
 from prepare import pipeline, sources
 from prepare.pipeline import prepare
-from prepare.vocabulary import EOT, RESPONSE
+from vocab.vocabulary import EOT, RESPONSE
 from weights import sampling
 from weights.sampling import first_pair
 
@@ -144,7 +143,7 @@ AS_BEFORE = ("--lr 1e-2 --init identity --no-qk-norm --schedule cosine --decay 0
 
 def plan_of(*flags: str) -> dict:
     """All flags of a run, and what stands behind its batches."""
-    return vars(cli.run.settle(train_hrm.parse_args([*flags])))
+    return vars(startup.run.settle(train_hrm.parse_args([*flags])))
 
 
 def test_flags_give_puzzle_as_it_was(monkeypatch):

@@ -15,15 +15,14 @@ from runs import Trainer, evaluations_of
 from test_model_gpt2_mlm import export, tiny
 
 import data
-import prepare.vocabulary
 from cli.errors import UserError
 from model import GPT2, MLM
-from prepare import bpe as prepare_bpe
-from prepare import tokenizer_json
 from prepare.packing import write_manifest
 from prepare.pipeline import prepare
-from prepare.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
-from prepare.vocabulary import BYTE_CHARS, EOT, tokenizer_id
+from vocab import bpe as prepare_bpe
+from vocab import tokenizer_json
+from vocab.tokenizer import GPT2_DIGEST, load_tokenizer, parse_tokenizer_json, with_markers
+from vocab.vocabulary import BYTE_CHARS, EOT, tokenizer_id
 from weights.huggingface import from_hf
 from weights.use import tokenizer_of
 

@@ -18,9 +18,9 @@ from conftest import ROOT, run
 from processes import fork
 from runs import Trainer, assert_close_runs, evaluations_of, steps_of
 
-import cli.run
 import data
 import ddp_utils
+import startup.run
 import train_gpt2
 from cli.errors import UserError
 from ddp_utils import list_checkpoints
@@ -137,7 +137,7 @@ def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]
-    return cli.run.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
+    return startup.run.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):

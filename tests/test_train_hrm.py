@@ -30,10 +30,10 @@ import model
 import train_hrm
 from cli.errors import RunError
 from cli.flags import flags_of_model
-from cluster import dry_run
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.mfu import examples_of
 from prepare.pipeline import prepare
+from startup import dry_run
 from weights import sampling
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
@@ -380,8 +380,8 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
         ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
-    monkeypatch.setattr(ddp_utils, "start_run", lambda *arguments: SimpleNamespace(say=print))
-    monkeypatch.setattr(ddp_utils, "is_complete", lambda *arguments: False)
+    monkeypatch.setattr(train_hrm, "start_run", lambda *arguments: SimpleNamespace(say=print))
+    monkeypatch.setattr(train_hrm, "is_complete", lambda *arguments: False)
     monkeypatch.setattr(ddp_utils.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
     monkeypatch.setattr(ddp_utils, "StopVote", lambda world: 1 / 0)  # and no more
     with pytest.raises(ZeroDivisionError):

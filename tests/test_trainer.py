@@ -15,8 +15,8 @@ from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of, steps_of
 from train_recurrent import Recurrent, RecurrentConfig
 
-import cli.run
 import ddp_utils
+import startup.run
 from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
@@ -167,7 +167,7 @@ def capped(logits):
 
 
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
-    trainer, begin, seen = trainer_of(script, capsys), cli.run.start, []
+    trainer, begin, seen = trainer_of(script, capsys), startup.run.start, []
 
     def start(args):
         seen.append((args, vars(args).copy()))

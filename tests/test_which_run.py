@@ -22,23 +22,21 @@ from conftest import ROOT, finish, start
 from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
-import cli.flags
-import cli.parser
-import cli.run
 import data
 import ddp_utils
+import startup.run
 import train_gpt2
 import train_hrm
 import train_mlm
 from cli.errors import UserError
 from cli.flags import flag, make_parser, parse_flags
 from cli.parser import flag_group, parse_count
-from cli.run import FLAGS
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
 from model import GPT2Config, compute_dtype
 from monitor import read_config
 from prepare import command as prepare_command
+from startup.run import FLAGS
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
 ENDLESS = {"steps": 1_000_000, "save_every": 20, "eval_every": 1_000_000, "log_every": 20}
@@ -702,7 +700,7 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path):
 
     def begun(text, given=None, resume="auto"):
         (tmp_path / "config.json").write_text(text)
-        return cli.run.begun_with(tmp_path, Namespace(resume=resume), "train_gpt2.py", given or {})
+        return startup.run.begun_with(tmp_path, Namespace(resume=resume), "train_gpt2.py", given or {})
 
     def config(given):
         return json.dumps({"settings": settings, "given": given})
@@ -741,7 +739,7 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     said, now = [], {"model_config": {}, "tokenizer": "bytes", "data": "d", "loss_on": "all", "seq_len": 8,
                      "torch": "2", "settings": {"window": 5, "ema": 0.0, "init_from": None}}
     before = now | {"path": "run", "step": 1, "settings": now["settings"] | {"window": 3}}
-    cli.run.compare_with_saved(before, now, False, said.append)
+    startup.run.compare_with_saved(before, now, False, said.append)
     assert said == ["resuming with window 5 (was 3)"]
 
     @dataclass
@@ -751,9 +749,9 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     command = Namespace(config_class=Experts, given={"top_k": 3})
     record = {"path": "run", "step": 1, "model_config": asdict(Experts())}
     with pytest.raises(UserError, match="run was trained with top_k 2, but the flags say top_k 3: leave out"):
-        cli.run.shape_of(command, record, True)
+        startup.run.shape_of(command, record, True)
     command.given = {"dropout": 0.5}  # the control
-    assert "dropout" not in cli.run.shape_of(command, record, True)
+    assert "dropout" not in startup.run.shape_of(command, record, True)
 
 
 @pytest.mark.parametrize("flags, precision", [
@@ -763,7 +761,7 @@ def test_an_export_and_an_evaluation_have_the_precision_of_the_run(flags, precis
     saved = {"path": "run", "settings": {"size": "tiny", "data": "stdlib", "precision": "float16"},
              "tokenizer_flag": "bytes", "tokenizer_file": None,
              "model_config": asdict(GPT2Config())}
-    assert cli.run.settle(train_gpt2.parse_args([*flags]), saved).precision == precision
+    assert startup.run.settle(train_gpt2.parse_args([*flags]), saved).precision == precision
 
 
 def test_defaults_of_a_parser_are_not_given():
@@ -771,7 +769,7 @@ def test_defaults_of_a_parser_are_not_given():
     parser.add_argument("--every", type=parse_count, default="2k")
     parser.set_defaults(lr=1.0)
     command = parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
-    args = cli.run.settle(command)
+    args = startup.run.settle(command)
     assert command.given == {} and args.every == 2000 and args.lr == train_gpt2.SIZES["tiny"]["lr"]
 
 

@@ -27,7 +27,7 @@ from model import (
     ModelConfig,
     pad_vocab,
 )
-from prepare.packages import needed
+from vocab.packages import needed
 
 
 @dataclass(frozen=True)

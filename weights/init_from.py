@@ -20,8 +20,8 @@ from ddp_utils import (
     run_and_wait,
 )
 from model import VOCAB_TENSORS, ModelConfig
-from prepare.tokenizer import GPT2_DIGEST, load_tokenizer
-from prepare.vocabulary import tokenizer_id, tokenizer_in
+from vocab.tokenizer import GPT2_DIGEST, load_tokenizer
+from vocab.vocabulary import tokenizer_id, tokenizer_in
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
 
 

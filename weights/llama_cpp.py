@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cli.errors import UserError
 from model import GPT2, HRM, MODERN_THETA
-from prepare.tokenizer import PATTERNS
-from prepare.vocabulary import EOT
+from vocab.tokenizer import PATTERNS
+from vocab.vocabulary import EOT
 from weights.huggingface import ends_of, query_and_gate, refuse_export
 
 # ours → theirs: the last part of a parameter's name; a matrix with several names is split into these

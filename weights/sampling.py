@@ -15,7 +15,7 @@ from torch import Tensor
 from cli.errors import UserError, first_line, say
 from data import read_rows
 from model import HRM, MLM, CausalLM, copied_buffers
-from prepare.tokenizer import prompt_ids
+from vocab.tokenizer import prompt_ids
 
 
 class KVCache:

@@ -32,11 +32,10 @@ from ddp_utils import (
     read_checkpoint,
     run_and_wait,
 )
-from loggers.start import too_short
 from model import GPT2, MLM, compute_dtype, num_params, use_device
-from prepare.packages import needed
 from prepare.pipeline import LARGER_SPLIT
-from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
+from vocab.packages import needed
+from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
@@ -280,7 +279,7 @@ def evaluate_only(model: nn.Module, run: Run):
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
-        raise UserError(f"{too_short(dataset)}." if dataset.short else
+        raise UserError(f"{dataset.too_short()}." if dataset.short else
                         f"{dataset.name} has no validation set: prepare it again {LARGER_SPLIT}.")
     masker = None
     if isinstance(model, MLM):

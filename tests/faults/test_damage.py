@@ -21,7 +21,7 @@ from ddp_utils import list_checkpoints, load_checkpoint, read_checkpoint
 from prepare import packing, pipeline
 from prepare.command import verify
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 

@@ -22,7 +22,7 @@ import data
 from prepare import command, packing, pipeline
 from prepare.command import verify
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 
 settings.register_profile("faults", deadline=None, max_examples=300 if conftest.LONG else 50,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -23,7 +23,7 @@ from model import GPT2
 from prepare import packing
 from prepare.command import verify
 from prepare.pipeline import prepare
-from prepare.tokenizer import load_tokenizer
+from vocab.tokenizer import load_tokenizer
 from weights.huggingface import from_hf
 
 GPT2_RUN = Trainer("train_gpt2.py", max_new_tokens=5)

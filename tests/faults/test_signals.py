@@ -24,9 +24,11 @@ from runs import Trainer, assert_same_run, evaluations_of, log_of, steps_of, wor
 import data
 import ddp_utils
 import model
+import startup.run
 from ddp_utils import list_checkpoints, read_checkpoint
-from prepare import bpe, pipeline
+from prepare import pipeline
 from prepare.packing import ShardWriter
+from vocab import bpe
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
@@ -249,7 +251,7 @@ def ctrl_c_before_the_log():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    ddp_utils.start_run = interrupt
+    startup.run.start_run = interrupt
 
 
 def test_ctrl_c_in_one_of_two_processes_is_named_by_the_other(tmp_path, shards):

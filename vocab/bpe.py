@@ -2,9 +2,10 @@
 
 import re
 
-from prepare.packages import needed
-from prepare.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
-from prepare.vocabulary import EOT, MASK, without_surrogates
+from cli.parser import without_surrogates
+from vocab.packages import needed
+from vocab.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
+from vocab.vocabulary import EOT, MASK
 
 BPE_TRAIN_CHARS = 100_000_000  # bpe:N is trained on the first 100 M characters of the training split
 LONGEST_RUN = 2000  # characters; training time grows with the square of a run without a word break

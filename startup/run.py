@@ -24,6 +24,7 @@ How a run trains, saves and stops (Ctrl-C) is in ddp_utils.py.
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -32,23 +33,28 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ddp_utils
 import monitor
-from cli.errors import HOST, UserError, say
+from cli.errors import FAULTS, HOST, RunError, UserError, access, at_end, listed, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
+from cli.parser import without_surrogates
 from cluster.diagnosis import refuse_lone_tasks
-from cluster.dry_run import before_data
-from data import Dataset, directory_of, plan_batch, row_of, run_directory, sources_of
+from data import Dataset, directory_of, plan_batch, row_of, run_directory, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
     RunLock,
+    StopVote,
+    TrainState,
     World,
     all_gather,
     assert_family,
@@ -66,14 +72,20 @@ from ddp_utils import (
     local_shard,
     on_rank0,
     run_and_wait,
+    say_elsewhere,
     step_of,
 )
+from loggers.machine import hardware, memory_gb
+from loggers.mfu import MFU
 from loggers.wandb import require_wandb
 from model import compute_dtype, num_params, pad_vocab
+from ops.device import compiles
 from prepare.pipeline import locate
-from prepare.vocabulary import tokenizer_id, without_surrogates
+from startup.dry_run import before_data
+from startup.plan import loggers_of, say_plan, what_next
+from vocab.vocabulary import tokenizer_id
 from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
-from weights.sampling import sample_prompt
+from weights.sampling import sample_prompt, write_sample
 from weights.use import use_model
 
 NEW, PLANNED, KEPT, OF_DATA, OF_USE, CHOSEN, SHAPE, FIXED = (
@@ -492,3 +504,165 @@ def use_run(run: Run):
     if run.args.eval_only:
         load_data(run)
     use_model(run)
+
+
+def foreign_parameters(model, say):
+    """Returns a hook for the end of each optimizer's step. It warns if the optimizer has parameters that are
+    not the model's.
+    """
+    ours = {*model.parameters()}
+    say_once = functools.cache(say)
+
+    def hook(optimizer, args, kwargs):
+        foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
+        if foreign:  # while shards are gathered, the model has other parameters than at the start
+            foreign -= {*model.parameters()}
+        if foreign:
+            say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
+                     f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
+                     "holds them, and each process trains its own. To keep them, create them in the model's "
+                     "constructor, see docs/changing.md")
+
+    return hook
+
+
+def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
+    """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
+    if ddp_utils.launched:  # until StopVote, see warm_up
+        signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
+    world, dataset, model = run.world, run.dataset, state.model
+    settings = meta["settings"]
+    dataset.check_sets()  # a trainer may have added some without change_data
+    val = [*dataset.val.values()]
+    records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
+    evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
+    # other ranks have no records, and need only the evaluations
+    log = monitor.RunLog(
+        run.out, run.text, settings, records or evaluated,
+        val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
+        sync="shards" if settings["strategy"] in SHARDED else "OK")
+    # A lower loss without a checkpoint is not the best: its save failed, or somebody deleted the file.
+    gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
+    log.evaluations |= dict.fromkeys(gone, math.inf)
+    run.checkpoints.log = log
+
+    def begin():
+        if all_done(run, log, step):  # the files would name flags of no step
+            return
+        check_edits(run, model, log)
+        log.loggers += loggers_of(run, log)
+        log.mfu = MFU(run, model, settings)
+        if run.saved:
+            monitor.say_changes(run, run.say)
+        log.begin(step, run_files(run, model, meta))
+
+    on_rank0(begin)
+    machines = Counter(all_gather(hardware(world.device)))
+    resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
+    say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
+             compiles(settings["compile"], world.device))
+    warn_of_changes(run, model)
+    say_elsewhere(world, f"{HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
+    return log
+
+
+def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
+    """Adds checks of what the trainer's loop does. The log warns once if the loss is divided twice, and once
+    if an optimizer has parameters that aren't the model's.
+    """
+    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
+    at_end.callback(hook.remove)
+    log.loggers.append(monitor.MeanLoss(run, log, hook, all(p.requires_grad for p in model.parameters())))
+
+
+def warn_of_changes(run: Run, model: nn.Module):
+    """Warns if the model's tensors have changed since new_model: their names, or the values in shards. All
+    ranks call this.
+    """
+    if odd := sorted(model.state_dict().keys() ^ model.made):
+        run.say(f"WARNING: {listed(odd)} came or went after new_model, so --eval-only, --prompt, --export "
+                "and load_run will refuse the checkpoints: add or remove tensors in the model's constructor")
+    if run.saved or run.args.strategy not in SHARDED:
+        return
+    changed = [name for name, p in model.named_parameters()
+               if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
+    if changed := sorted({*itertools.chain(*all_gather(changed))}):  # each rank sees its own shards
+        run.say(f"WARNING: {listed(changed)} changed after new_model: random numbers for shards differ from "
+                "--strategy ddp and may repeat, so draw them in the model's constructor")
+
+
+def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:
+    return step >= run.steps and (step in log.evaluations or not run.dataset.val)
+
+
+def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
+    """Whether nothing is left to do after `step` steps. If so, prints how to go on."""
+    if complete := all_done(run, log, step):
+        log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
+                "them), give another --out to start from scratch, or use the run, such as with --eval-only")
+    return complete
+
+
+def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
+    """Returns the files, by name, that rank 0 writes into the run directory:
+
+        copies of the code    all of them when the run begins, later only missing ones
+        tokenizer.json
+        config.json           `meta`, the commands and commits of all starts so far, and the numbers of
+                              parameters and of training tokens
+    """
+    before = monitor.read_config(run.out)
+    commands, commits = [], []
+    with suppress(TypeError, KeyError):  # config.json is damaged
+        commands, commits = [*before["commands"]], [*before["commits"]]
+    if run.trainer.is_file():  # not if main() is in a notebook
+        commands.append(run.command)
+        commits.append(monitor.commit_of(run.trainer.resolve().parent))
+    config = meta | {
+        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
+        "training_tokens": run.dataset.train.num_tokens}
+    text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
+    files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
+    for name, path in monitor.project_files(run.trainer).items():
+        if not run.saved or not (run.out / name).exists():
+            with access(path):
+                files[name] = path.read_bytes()
+    return files
+
+
+def sample(state: TrainState, run: Run, step: int):
+    """Logs a text that the model writes, unless its ids aren't text. All ranks call this."""
+    if run.dataset.vocab_size:
+        return
+    with state.averaged_weights():
+        write_sample(state.model, run, step, run_and_wait)
+
+
+def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
+    """Waits for the last checkpoint and says how the run has ended."""
+    world, checkpoints = run.world, run.checkpoints
+    stopping = stop.agreed
+    memory = max(all_gather(memory_gb(world.device)))
+    stop.read()  # leaves no vote under way; a signal after the last step changes nothing
+    in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
+    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
+              f"{in_sync}; the run is in {log.out}")
+    if stopping:
+        ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
+                  f"step {checkpoints.saved_step}: the same command resumes it")
+
+    def finish():
+        checkpoints.close()
+        log.finish(step, samples, memory, ending)
+        with suppress(*FAULTS):  # nothing may stop a run that is done
+            log.say(what_next(run, stopping > 0))
+
+    # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a
+    # torchrun whose processes have ended waits for the others only for a while.
+    try:
+        run_and_wait(finish)
+    except RunError:  # without torchrun there may be no store in which to wait, and all has been said
+        if not stop.is_orphan():
+            raise
+        checkpoints.close()  # raises if that is the error
+    say_elsewhere(world, f"{ending} on node 0")

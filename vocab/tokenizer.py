@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError, access
-from prepare.tokenizer_json import HuggingFaceTokenizer, text_of_merges
-from prepare.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id, without_surrogates
+from cli.parser import without_surrogates
+from vocab.tokenizer_json import HuggingFaceTokenizer, text_of_merges
+from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
@@ -169,7 +170,7 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
 
 def load_tokenizer(name: str) -> Vocabulary:
     """Loads a tokenizer by name, or from a tokenizer.json or its directory. Raises UserError, also for bpe:N,
-    which prepare/bpe.py trains.
+    which vocab/bpe.py trains.
     """
     if name == "bytes":
         return Tokenizer("bytes", {bytes([i]): i for i in range(256)}, None, {EOT: 256, MASK: 257})

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError
-from prepare.packages import needed
-from prepare.vocabulary import EOT, MASK, MASKS, Vocabulary, ends_in, without_surrogates
+from cli.parser import without_surrogates
+from vocab.packages import needed
+from vocab.vocabulary import EOT, MASK, MASKS, Vocabulary, ends_in
 
 
 class HuggingFaceTokenizer(Vocabulary):

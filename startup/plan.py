@@ -21,17 +21,6 @@ from prepare.pipeline import LARGER_SPLIT
 from weights.huggingface import HF_FAMILIES
 
 
-def too_short(dataset) -> str:
-    """A sentence about the validation sets that are shorter than a row. There must be one."""
-    listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in dataset.short.items())
-    text = (f"an evaluation leaves out the validation set {listed}, which is shorter than a "
-            f"row of {dataset.train.seq_len} tokens")
-    longest = min(dataset.short.values()) - 1
-    if longest > 0:
-        text += f"; --seq-len {longest} fits it, in a new run or with --eval-only"
-    return text
-
-
 def loggers_of(run, log) -> list:
     """The loggers that get the records of a run, see monitor.RunLog."""
     begin_curves(log.say)
@@ -126,7 +115,7 @@ steps and batches
                 "and in validation: if they share documents, prepare all with the same --val-split, such as "
                 "hash:0.1")
     if dataset.short:
-        run.say(f"WARNING: {too_short(dataset)}")
+        run.say(f"WARNING: {dataset.too_short()}")
     elif not dataset.val:
         run.say(f"WARNING: the data have no validation set: to evaluate, prepare them again {LARGER_SPLIT}")
 

@@ -20,11 +20,6 @@ MASKS = (MASK, "<mask>")
 BYTE_CHARS = {*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])}
 
 
-def without_surrogates(text: str) -> str:
-    """The text with "?" in place of lone surrogates, which JSON can contain and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def ends_in(spec: dict) -> list[str]:
     """Tokens that may be the end of text, best first: what the post-processor of a tokenizer.json puts after
     a text (as ModernBERT's does), then ENDS. The marker of a response is left out.

@@ -18,10 +18,10 @@ from cli.errors import UserError, first_line, from_launcher, say
 from cli.flags import SHARDED, STRATEGIES, flags_of_model
 from data import default_tokenizer, directory_of, plan_batch, read_manifest, sources_of
 from ddp_utils import list_checkpoints
-from loggers.start import shape_of, wrapped
 from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
 from ops import cross_entropy
-from prepare.tokenizer import TIKTOKEN_IDS, load_tokenizer
+from startup.plan import shape_of, wrapped
+from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 
 def expected_ids(data: str, tokenizer_name: str | None) -> int:

@@ -1,0 +1,1 @@
+"""Tokenizers: their ids (vocabulary.py), encoding and decoding (tokenizer.py, tokenizer_json.py), training (bpe.py)."""
