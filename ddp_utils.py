@@ -633,17 +633,6 @@ def assert_family(saved: dict, model_class: type):
                     f"{model_class.__name__}: use its own trainer.")
 
 
-def set_modes(model: nn.Module, run: Run) -> dict:
-    """Applies --precision, --checkpoint-activations, --compile and --fast to the model to train. Returns for
-    metadata what it chose: the precision, and whether attention is FlashAttention 4.
-    """
-    if compiles(run.args.compile, run.world.device):
-        run.say("compiling: the first step takes minutes")
-    apply_modes(model, run.args, run.world)
-    return {"precision": str(model.compute_dtype).removeprefix("torch."),
-            "flash_attention_4": not run.args.fast and take(model, run, all_gather, at_end)}
-
-
 def apply_modes(model: nn.Module, args: Namespace, world: World):
     """Applies the same flags to any model, such as one that is only evaluated."""
     if world.device.type == "cuda":
@@ -800,6 +789,10 @@ class TrainState:
     def __init__(self, model: nn.Module, optimizers: list, run: Run):
         assert_all_train(model, optimizers)
         args, world = run.args, run.world
+        if compiles(args.compile, world.device):
+            run.say("compiling: the first step takes minutes")
+        apply_modes(model, args, world)
+        self.flash_attention_4 = not args.fast and take(model, run, all_gather, at_end)
         self.model = model
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # by parameter: its view of DDP's bucket

@@ -25,12 +25,10 @@ from startup.run import (
     find_run,
     is_complete,
     load_data,
-    metadata,
     new_model,
     open_run,
     sample,
     settle,
-    start,
     start_run,
     use_run,
 )
@@ -63,9 +61,8 @@ def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
         return dry_run(GPT2, settle(command))
-    world = start(command)  # joins the process group
-    # when a run is resumed, flags that are not given keep its values
-    run = find_run(GPT2, command, world, constants=globals())
+    # joins the process group; when a run is resumed, flags that are not given keep its values
+    run = find_run(GPT2, command, constants=globals())
     # set run.metric or run.change_data here (recipes in docs/changing.md), so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
@@ -73,15 +70,12 @@ def main(argv: list[str] | None = None):
     # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run)
     open_run(run)  # locks the run directory, plans steps and batches
-    args, checkpoints = run.args, run.checkpoints
+    args, world, checkpoints = run.args, run.world, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     example = model.dummy_inputs(run.batch, world.device)
-    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, run)
-    meta = metadata(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state)
-    log = start_run(run, state, meta, step)
+    state = ddp.TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
+    log, meta, step, samples = start_run(run, state)
     if is_complete(run, log, step):
         return
     state.warm_up(example)

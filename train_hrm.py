@@ -25,12 +25,10 @@ from startup.run import (
     find_run,
     is_complete,
     load_data,
-    metadata,
     new_model,
     open_run,
     sample,
     settle,
-    start,
     start_run,
     use_run,
 )
@@ -116,9 +114,8 @@ def main(argv: list[str] | None = None):
     if "dry_run" in command.given:
         args = settle(command)
         return dry_run(HRM, args, bp_steps=truncation(args)[1])
-    world = start(command)  # joins the process group
-    # when a run is resumed, flags that are not given keep its values
-    run = find_run(HRM, command, world, constants=globals())
+    # joins the process group; when a run is resumed, flags that are not given keep its values
+    run = find_run(HRM, command, constants=globals())
     # set run.metric or run.change_data here (recipes in docs/changing.md), so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
@@ -127,7 +124,7 @@ def main(argv: list[str] | None = None):
     # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run, bp_steps=high)
     open_run(run)  # locks the run directory, plans steps and batches
-    args, checkpoints = run.args, run.checkpoints
+    args, world, checkpoints = run.args, run.world, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     c = model.config
     least_cycles = c.least_cycles or c.cycles
@@ -135,16 +132,13 @@ def main(argv: list[str] | None = None):
         raise UserError(f"backpropagating through {high} stack calls, the embedding never learns: add "
                         f"--inject-input, or give --bp-steps {least_cycles + 1}.")
     examples = [model.dummy_inputs(run.batch, world.device, n) for n in (low, high)]
-    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
     state = ddp.TrainState(model, optimizers, run)
     if state.ema:
         state.ema.constant = args.size == "1b-published"
-    meta = metadata(model, run, **modes, bp_steps=[low, high])
-    step, samples = checkpoints.resume(run.saved, state)
-    log = start_run(run, state, meta, step)
+    log, meta, step, samples = start_run(run, state, bp_steps=[low, high])
     if is_complete(run, log, step):
         return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)

@@ -28,11 +28,9 @@ from startup.run import (
     find_run,
     is_complete,
     load_data,
-    metadata,
     new_model,
     open_run,
     settle,
-    start,
     start_run,
     use_run,
 )
@@ -107,9 +105,8 @@ def main(argv: list[str] | None = None):
     if "dry_run" in command.given:
         args = settle(command)
         return dry_run(MLM, args, mask_rate=args.mask_rate)
-    world = start(command)  # joins the process group
-    # when a run is resumed, flags that are not given keep its values
-    run = find_run(MLM, command, world, constants=globals())
+    # joins the process group; when a run is resumed, flags that are not given keep its values
+    run = find_run(MLM, command, constants=globals())
     # set run.metric or run.change_data here (recipes in docs/changing.md), so that --eval-only uses them too
     if uses_model(run.args):
         return use_run(run)
@@ -117,16 +114,13 @@ def main(argv: list[str] | None = None):
     # --------------------------------------------------------- data, model, optimizers, checkpoint, log
     dataset = load_data(run, mask_rate=run.args.mask_rate)
     open_run(run)  # locks the run directory, plans steps and batches
-    args, checkpoints = run.args, run.checkpoints
+    args, world, checkpoints = run.args, run.world, run.checkpoints
     tokenizer = dataset.tokenizer
     model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.dummy_inputs(run.batch, world.device, args.mask_rate)
-    modes = ddp.set_modes(model, run)  # precision, activation checkpointing, compiling; before TrainState
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, run)
-    meta = metadata(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state)
-    log = start_run(run, state, meta, step)
+    state = ddp.TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
+    log, meta, step, samples = start_run(run, state)
     if is_complete(run, log, step):
         return
     state.warm_up(example)

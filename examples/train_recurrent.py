@@ -21,11 +21,9 @@ from startup.run import (
     end_run,
     find_run,
     load_data,
-    metadata,
     new_model,
     open_run,
     settle,
-    start,
     start_run,
     use_run,
 )
@@ -104,20 +102,16 @@ def main(argv=None) -> None:
     command = parse_args(argv)
     if "dry_run" in command.given:
         return dry_run(Recurrent, settle(command))
-    world = start(command)
-    run = find_run(Recurrent, command, world, constants=globals())
+    run = find_run(Recurrent, command, constants=globals())
     if uses_model(run.args):
         return use_run(run)
     dataset = load_data(run)
     open_run(run)
-    args, checkpoints = run.args, run.checkpoints
+    args, world, checkpoints = run.args, run.world, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     example = model.dummy_inputs(run.batch, world.device)
-    modes = ddp.set_modes(model, run)
     state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
-    meta = metadata(model, run, **modes)
-    step, samples = checkpoints.resume(run.saved, state)
-    log = start_run(run, state, meta, step)
+    log, meta, step, samples = start_run(run, state)
     state.warm_up(example)
     stop = ddp.StopVote(world)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples)

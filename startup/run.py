@@ -226,12 +226,14 @@ def command_line(trainer: Path, world: World, argv: list[str] | None) -> str:
     return f"{launcher} {shlex.join(map(str, words))}"
 
 
-def find_run(model_class: type, command: Command, world: World, constants: dict) -> Run:
-    """Finds the run directory and the checkpoint to resume from or to use. All ranks call this.
+def find_run(model_class: type, command: Command, constants: dict) -> Run:
+    """Joins the process group. Finds the run directory and the checkpoint to resume from or to use. All ranks
+    call this.
 
     `constants` is the trainer's globals(). Names in capitals are recorded if they are numbers, texts or
     tuples. Nothing is written or locked. Raises UserError on all ranks.
     """
+    world = start(command)
     trainer = Path(constants.get("__file__", "notebook"))
 
     def look() -> tuple:
@@ -526,11 +528,17 @@ def foreign_parameters(model, say):
     return hook
 
 
-def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.RunLog:
-    """Opens the log after `step` steps, writes the files of the run directory and prints the plan."""
+def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, dict, int, int]:
+    """Restores the checkpoint, if there is one, opens the log, writes the files of the run directory and prints
+    the plan. Returns the log, the metadata of checkpoints, which record `settings`, and the steps and samples
+    that are done.
+    """
     if ddp_utils.launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
+    meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."),
+                    flash_attention_4=state.flash_attention_4, **settings)
+    step, samples = run.checkpoints.resume(run.saved, state)
     settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
@@ -563,7 +571,7 @@ def start_run(run: Run, state: TrainState, meta: dict, step: int) -> monitor.Run
              compiles(settings["compile"], world.device))
     warn_of_changes(run, model)
     say_elsewhere(world, f"{HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
-    return log
+    return log, meta, step, samples
 
 
 def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
