@@ -96,7 +96,6 @@ from loggers.machine import combined, machine_curves, memory_gb
 from model import blocks_of, compute_dtype, copied_buffers, first_values, use_device
 from ops.device import compiles, keep_freed_memory, use_libdevice_of_triton
 from ops.ema import EMA, local_shard
-from ops.flash_attention_4 import take
 from vocab.vocabulary import tokenizer_of_run
 
 SYNC_EVERY = 200  # steps between comparisons of the parameters across ranks; each save compares them, too
@@ -792,7 +791,6 @@ class TrainState:
         if compiles(args.compile, world.device):
             run.say("compiling: the first step takes minutes")
         apply_modes(model, args, world)
-        self.flash_attention_4 = not args.fast and take(model, run, all_gather, at_end)
         self.model = model
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # by parameter: its view of DDP's bucket

@@ -2,7 +2,6 @@
 
     attention.py            bfloat16 attention on CPUs
     cross_entropy.py        the loss and its gradients in one pass
-    flash_attention_4.py    FlashAttention 4 on GPUs, if it's installed
     adam_atan2.py           --optimizer adam-atan2; make_optimizers in model.py chooses it
     ema.py                  --ema
     device.py               settings of the process

@@ -536,8 +536,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     if ddp_utils.launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
-    meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."),
-                    flash_attention_4=state.flash_attention_4, **settings)
+    meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
     step, samples = run.checkpoints.resume(run.saved, state)
     settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import flash4
 import torch
 from states import flags_of, run_of, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +27,6 @@ from cli.errors import RetryableError, RunError, UserError, at_end
 from cli.flags import STRATEGIES
 from ddp_utils import StopVote, World, local_shard, reshard
 from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
-from ops.flash_attention_4 import take
 from startup import dry_run
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling
@@ -472,35 +470,6 @@ def check_machines(world: World) -> None:
     assert found == {"mem_gb": 3.0, "System/GPU_percent": 40.0, "System/GPU_VRAM_MB": 7.0,
                      "System/GPU_percent_least": 40.0, "System/GPU_percent_most": 90.0}, found
     assert gathered.call_count == 1
-
-
-def check_flash4(world: World) -> None:
-    """It is taken if both ranks can, and all say so alike, whatever keeps one of them from it."""
-    said = []
-    model = GPT2(GPT2Config(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16))
-    model.compute_dtype = torch.bfloat16
-    run = argparse.Namespace(args=argparse.Namespace(fast=False), saved=None, say=said.append,
-                             world=argparse.Namespace(device=flash4.GPU))
-    torch.use_deterministic_algorithms(True)
-    for text, capability, why_not in [
-            (flash4.PACKAGE, (9, 0), None), (None, (9, 0), "only some processes have it"),
-            (flash4.PACKAGE, (8, 0), "RuntimeError: FA4 SDPA forward unsupported: FA4 requires compute "
-                                     "capability 9.0 or 10.0"),
-            ("import gone", (9, 0), "ModuleNotFoundError: No module named 'gone'"),
-            (flash4.changed("dk", "result * 1.1"), (9, 0),
-             "its numbers differ from those of torch's kernel on this GPU"),
-            (flash4.changed("dk", "noise(result)"), (9, 0), "its bits differ between calls on this GPU")]:
-        if world.rank == 0:
-            text, capability = flash4.PACKAGE, (9, 0)
-        with tempfile.TemporaryDirectory() as directory:
-            package = flash4.install(Path(directory) / "package", text) if text else None
-            with flash4.gpu(package, capability):
-                taken = take(model, run, ddp_utils.all_gather, at_end)
-                assert taken == flash4.active() == (not why_not)
-        assert said == [f"WARNING: FlashAttention 4 is not used, see docs/clusters.md: {why_not}" if why_not
-                        else "attention: FlashAttention 4"], said
-        said.clear()
-    torch.use_deterministic_algorithms(False)
 
 
 def differing_depth(world: World, agree: bool) -> None:

@@ -1,7 +1,6 @@
 """What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
 import contextlib
-from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ import ddp_utils
 from cli.errors import at_end
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
-from ops import flash_attention_4
 from ops.cross_entropy import LOSS_ROWS
 from weights.sampling import generate
 
@@ -98,33 +96,8 @@ def test_checkpointing_is_exact(name, compiled, world):
         assert all(torch.equal(grad, found[mode][1][key]) for key, grad in found["none"][1].items())
 
 
-@pytest.fixture(params=["torch", "FA4"])
-def kernels(request):
-    """Those of attention: torch's own, or FlashAttention 4 if it is installed."""
-    if request.param == "FA4":
-        if not any(distributions(name="flash-attn-4")):
-            pytest.skip("needs flash-attn-4 and a GPU that it is for, see docs/clusters.md")
-        torch.nn.attention.activate_flash_attention_impl("FA4")
-    yield request.param
-    if request.param == "FA4":
-        torch.nn.attention.restore_flash_attention_impl()
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_is_compared_before_flash_attention_4_shows_an_order_of_sums(head_dim, world, monkeypatch):
-    """With torch's own kernel in its place, which has an order only in strict mode."""
-    monkeypatch.setattr(flash_attention_4, "distributions", lambda name: [name])
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
-    model = SimpleNamespace(compute_dtype=torch.bfloat16, config=SimpleNamespace(
-        attention="causal", head_dim=head_dim))
-    run = SimpleNamespace(world=world, saved=None)
-    assert flash_attention_4.activate(model, run) == ""
-    torch.use_deterministic_algorithms(False)
-    assert "twice" in flash_attention_4.activate(model, run)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, kernels, world):
+def test_the_backward_pass_of_attention_gives_the_same_bits_twice(head_dim, world):
     """Over several tiles of keys, whose sums have an order only in strict mode."""
     q, k, v, grad = (torch.randn(64, 12, 1024, head_dim, device="cuda", dtype=torch.bfloat16,
                                  requires_grad=True) for _ in range(4))

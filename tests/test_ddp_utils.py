@@ -45,7 +45,7 @@ CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "sk
           "skips_on_device", "who_skips_on_device", "zero1_buffers", "fp16_shards", "bf16_gradients",
           "memory", "gathering", "bf16_shards", "owners",
           "samples_have_one_prompt",
-          "who_writes_samples", "stop", "machines", "flash4"]
+          "who_writes_samples", "stop", "machines"]
 
 
 def run_checks() -> dict[str, str]:

@@ -274,7 +274,7 @@ def evaluate_only(model: nn.Module, run: Run):
     """Evaluates the model of a checkpoint on the validation sets of `run.dataset`. Prints the results as a
     line for people and as JSON for scripts. Takes no lock and writes nothing into the run, so it can run
     while the run is training. Every rank calls this. With the run's number of processes, the losses are those
-    of its log, up to rounding if blocks were compiled or attention was FlashAttention 4.
+    of its log, up to rounding if blocks were compiled.
     """
     args, world, saved, dataset = run.args, run.world, run.saved, run.dataset
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
