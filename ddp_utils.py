@@ -473,8 +473,8 @@ def say_elsewhere(world: World, text: str):
 
 @dataclass
 class Run:
-    """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in startup/run.py creates
-    it; load_data and open_run complete it. A trainer may set `metric` and `change_data`.
+    """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in startup/run.py
+    creates it; load_data and open_run complete it. A trainer may set `metric` and `change_data`.
     """
 
     model_class: type
@@ -794,7 +794,6 @@ class TrainState:
         self.model = model
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # by parameter: its view of DDP's bucket
-        self.begun_with = self.numbers()  # warm_up updates it
         self.world = world
         self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
@@ -876,21 +875,11 @@ class TrainState:
                                    "requires_grad_(False); to skip a layer at random, multiply what it adds "
                                    "by 0.")
         self.clear_gradients()
-        self.begun_with = self.numbers()
         assert_in_sync(self.model, begun=False)
         # From now on garbage collection leaves out all objects that exist: scanning them takes half a second.
         gc.collect()
         gc.freeze()
         at_end.callback(gc.unfreeze)
-
-    def numbers(self) -> set:
-        """The attributes of the model's modules and its config that are numbers, strings or bools, as a set
-        of (name, value).
-        """
-        parts = [*self.model.named_modules(), ("config", self.model.config)]
-        return {(f"{module}.{name}", value) for module, part in parts
-                for name, value in vars(part).items()
-                if isinstance(value, int | float | str) and name != "training"}
 
     def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels.
@@ -1428,9 +1417,6 @@ class Checkpoints:
         if step == self.saved_step:
             return
         assert_in_sync(state.model)
-        for name, _ in state.numbers() - state.begun_with:
-            state.say(f"WARNING: {name.strip('.')} of the model has changed since the start, and no "
-                      "checkpoint holds it: if --eval-only or --prompt needs it, make it a persistent buffer")
         world = self.world
         self.saved_step = step
         say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a checkpoint")

@@ -468,56 +468,6 @@ class RunLog:
         self._tell(lambda logger: logger.close())
 
 
-class MeanLoss:
-    """A logger that warns if a trainer's loss is a mean over the micro-batch, as F.cross_entropy returns by
-    default. The loop divides by the labels of the step, and so does the log, so the losses are too small by
-    that factor. It judges up to the first evaluation of this start: later the model may know texts by heart.
-    If only a part of the model is trained, not the `whole`, its gradient norm says nothing.
-    """
-
-    def __init__(self, run, log, hook, whole: bool):
-        self._run, self._log, self._hook, self._judges_norm = run, log, hook, whole
-        self._first = None  # the first loss since this start
-        # the first loss can't be far below this one; with --init-from only the evaluation tells
-        self._usual = log.entropy
-        if run.saved:
-            self._usual = run.saved["loss"]
-        elif run.args.init_from:
-            self._usual = None
-        self._done = False
-
-    def log(self, record: dict):
-        if self._done:
-            return
-        if record.get("loss") is not None:
-            self._labels = record["labels"] / (self._run.grad_accum * self._run.world.world_size)
-            self._loss = record["loss"]
-            norm = record["grad_norm"] or 0
-            # a sum's norm is 5 to 40 times this bound, a mean's half of it; few labels don't show it
-            if self._judges_norm and 0 < norm * self._labels ** 0.75 < self._loss < 50 < self._labels:
-                self._log.say(
-                    f"WARNING: the gradient norm {norm:.2g} is far too small for this loss: the objective "
-                    "seems to be a mean, so return a sum over labels")
-            self._judges_norm = False  # only the first
-            self._first = self._first or self._loss
-            self._judge(self._usual)
-        elif "val_loss" in record and self._first:
-            if not self._run.saved:
-                self._judge(record["val_loss"])
-            self._done = True
-
-    def _judge(self, usual: float | None):
-        if usual and self._first < usual / 10 and usual / 2 < self._loss * self._labels < usual * 2:
-            self._done = True
-            self._log.say(f"WARNING: the loss is {self._loss:.4g}, but times the {self._labels:,.0f} labels "
-                          f"of a micro-batch it is {self._loss * self._labels:.4g}, a usual value, so "
-                          "it seems to be a mean that is divided by the labels again: return the objective "
-                          "and the sums as sums over labels, with F.cross_entropy(…, reduction='sum')")
-
-    def close(self):
-        self._hook.remove()  # it must not see what this process trains after the run
-
-
 if __name__ == "__main__":
     from loggers.command import main
     run_command(main)

@@ -24,7 +24,6 @@ How a run trains, saves and stops (Ctrl-C) is in ddp_utils.py.
 """
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -40,11 +39,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ddp_utils
 import monitor
-from cli.errors import FAULTS, HOST, RunError, UserError, access, at_end, listed, say
+from cli.errors import FAULTS, HOST, RunError, UserError, access, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cli.parser import without_surrogates
 from cluster.diagnosis import refuse_lone_tasks
@@ -59,7 +57,6 @@ from ddp_utils import (
     all_gather,
     assert_family,
     assert_same,
-    bit_sum,
     build_model,
     config_of,
     connect,
@@ -69,7 +66,6 @@ from ddp_utils import (
     is_in,
     list_checkpoints,
     load_checkpoint,
-    local_shard,
     on_rank0,
     run_and_wait,
     say_elsewhere,
@@ -444,9 +440,6 @@ def new_model(run: Run, **config) -> nn.Module:
         run.say(f"initializing {num_params(model):,} parameters")
         torch.manual_seed(args.seed)
         copy_weights(model, model_class(config).state_dict() if world.is_rank0 else {}, world)
-    model.made = {*model.state_dict()}  # for start_run
-    if args.strategy in SHARDED:
-        model.initial_sums = {name: int(bit_sum(local_shard(p))) for name, p in model.named_parameters()}
     torch.manual_seed(args.seed)  # the same on all ranks, for what a trainer adds to the model or draws again
     return model
 
@@ -508,30 +501,10 @@ def use_run(run: Run):
     use_model(run)
 
 
-def foreign_parameters(model, say):
-    """Returns a hook for the end of each optimizer's step. It warns if the optimizer has parameters that are
-    not the model's.
-    """
-    ours = {*model.parameters()}
-    say_once = functools.cache(say)
-
-    def hook(optimizer, args, kwargs):
-        foreign = {p for group in optimizer.param_groups for p in group["params"]} - ours
-        if foreign:  # while shards are gathered, the model has other parameters than at the start
-            foreign -= {*model.parameters()}
-        if foreign:
-            say_once(f"WARNING: {type(optimizer).__name__} trains parameters that are not the model's "
-                     f"({len(foreign)}, one of shape {max(list(p.shape) for p in foreign)}): no checkpoint "
-                     "holds them, and each process trains its own. To keep them, create them in the model's "
-                     "constructor, see docs/changing.md")
-
-    return hook
-
-
 def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, dict, int, int]:
-    """Restores the checkpoint, if there is one, opens the log, writes the files of the run directory and prints
-    the plan. Returns the log, the metadata of checkpoints, which record `settings`, and the steps and samples
-    that are done.
+    """Restores the checkpoint, if there is one, opens the log, writes the files of the run directory and
+    prints the plan. Returns the log, the metadata of checkpoints, which record `settings`, and the steps and
+    samples that are done.
     """
     if ddp_utils.launched:  # until StopVote, see warm_up
         signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
@@ -556,7 +529,6 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     def begin():
         if all_done(run, log, step):  # the files would name flags of no step
             return
-        check_edits(run, model, log)
         log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
         if run.saved:
@@ -568,34 +540,8 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     resuming = f", resuming after step {step} from {run.saved['path']}" if run.saved else ""
     say_plan(run, state, log, f"run directory {log.out}{resuming}", machines,
              compiles(settings["compile"], world.device))
-    warn_of_changes(run, model)
     say_elsewhere(world, f"{HOST}, {hardware(world.device)}, {world.backend}, torch {torch.__version__}")
     return log, meta, step, samples
-
-
-def check_edits(run: Run, model: nn.Module, log: monitor.RunLog):
-    """Adds checks of what the trainer's loop does. The log warns once if the loss is divided twice, and once
-    if an optimizer has parameters that aren't the model's.
-    """
-    hook = register_optimizer_step_post_hook(foreign_parameters(model, log.say))  # for all optimizers
-    at_end.callback(hook.remove)
-    log.loggers.append(monitor.MeanLoss(run, log, hook, all(p.requires_grad for p in model.parameters())))
-
-
-def warn_of_changes(run: Run, model: nn.Module):
-    """Warns if the model's tensors have changed since new_model: their names, or the values in shards. All
-    ranks call this.
-    """
-    if odd := sorted(model.state_dict().keys() ^ model.made):
-        run.say(f"WARNING: {listed(odd)} came or went after new_model, so --eval-only, --prompt, --export "
-                "and load_run will refuse the checkpoints: add or remove tensors in the model's constructor")
-    if run.saved or run.args.strategy not in SHARDED:
-        return
-    changed = [name for name, p in model.named_parameters()
-               if int(bit_sum(local_shard(p))) != model.initial_sums.get(name)]
-    if changed := sorted({*itertools.chain(*all_gather(changed))}):  # each rank sees its own shards
-        run.say(f"WARNING: {listed(changed)} changed after new_model: random numbers for shards differ from "
-                "--strategy ddp and may repeat, so draw them in the model's constructor")
 
 
 def all_done(run: Run, log: monitor.RunLog, step: int) -> bool:

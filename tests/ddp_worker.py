@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import startup.run
 import train_hrm
-from cli.errors import RetryableError, RunError, UserError, at_end
+from cli.errors import RetryableError, RunError, UserError
 from cli.flags import STRATEGIES
 from ddp_utils import StopVote, World, local_shard, reshard
-from model import GPT2, HRM, GPT2Config, HRMConfig, use_device
+from model import HRM, HRMConfig, use_device
 from startup import dry_run
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling

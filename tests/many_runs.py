@@ -88,8 +88,8 @@ def main() -> None:
         if world.is_rank0:
             print(f"===== {sabotage} {script} {' '.join(arguments)}", flush=True)
         trainer = module_of(script)
-        with sabotaged(*sabotage.split(":")), mock.patch.object(startup.run, "init", lambda *_, **__: world), \
-                mock.patch.object(sys, "argv", [script, *arguments]):
+        joined = mock.patch.object(startup.run, "init", lambda *_, **__: world)
+        with sabotaged(*sabotage.split(":")), joined, mock.patch.object(sys, "argv", [script, *arguments]):
             trainer.main()
         dist.barrier()
 

@@ -1,7 +1,6 @@
 """What only a GPU can show: `pytest tests/test_cuda.py`. From all other tests GPUs are hidden."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -25,11 +25,10 @@ import ddp_utils
 import model as model_module
 import monitor
 import startup.run
-from cli.errors import RunError, UserError, at_end
+from cli.errors import RunError, UserError
 from ddp_utils import (
     Checkpoints,
     TrainState,
-    check_edits,
     list_checkpoints,
     load_checkpoint,
     read_checkpoint,
@@ -147,25 +146,6 @@ def test_the_state_of_a_communication_hook_is_named(world):
         state.wrapped.register_comm_hook(held, hook)
         state.warm_up(model.dummy_inputs(2, world.device))
         assert len(said) == ("PowerSGD" in type(held).__name__), said
-
-
-def test_a_number_that_changes_on_the_model_is_named_once(world, tmp_path):
-    model, said, run = small(GPT2), [], run_of(world)
-    run.say = said.append
-    state = TrainState(model, [torch.optim.AdamW(model.parameters())], run)
-    model.mine = 3  # before the steps
-    state.warm_up(model.dummy_inputs(2, world.device))
-    (tmp_path / "checkpoints").mkdir()
-    checkpoints = Checkpoints(tmp_path, world, 3, print)
-    for step, window in enumerate((8, 16, 16)):
-        for where in (model, model.config, model.transformer["blocks"][0]) if step else ():
-            where.window = window
-        model.seen = torch.ones(step)  # no number
-        checkpoints.save(step, state, {"loss": 1.0, "settings": {"steps": 9}})
-        assert len(said) == 3 * (step > 0), said
-    checkpoints.close()
-    for name in ("window", "config.window", "transformer.blocks.0.window"):
-        assert any(f": {name} of the model" in text for text in said), name
 
 
 def test_a_parameter_in_no_optimizer_is_refused_by_name(world):
@@ -820,103 +800,7 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
-@pytest.fixture
-def checks(world):
-    """A model, and what the checks of a trainer say of it."""
-    model, said = small(GPT2), []
-    log = SimpleNamespace(active=True, loggers=[], say=said.append, entropy=3.0)
-    run = SimpleNamespace(saved=None, args=SimpleNamespace(init_from=None), grad_accum=2,
-                          world=SimpleNamespace(world_size=2))
-    check_edits(run, model, log)
-    yield SimpleNamespace(model=model, said=said, run=run, log=log, sink=log.loggers[0])
-    at_end.close()
-
-
-def test_an_optimizer_of_another_network_is_named_once(checks):
-    other, copy = nn.Linear(3, 2), nn.Parameter(checks.model.embed.weight.detach().clone())
-    foreign = [torch.optim.Adam(other.parameters()), torch.optim.SGD([copy], 0.1),
-               torch.optim.LBFGS(other.parameters())]
-    for _ in range(3):
-        for optimizer in foreign:
-            optimizer.step(lambda: other(torch.ones(3)).sum())
-    for _ in range(3):  # one for each step
-        torch.optim.RMSprop([nn.Parameter(torch.zeros(4))]).step()
-    for text, name in zip(checks.said, ("Adam", "SGD", "LBFGS", "RMSprop"), strict=True):
-        assert text.startswith(f"WARNING: {name} trains parameters that are not the model's (")
-        assert "docs/changing.md" in text and len(text) < 300
-    checks.sink.close()  # the log is at its end: a probe of the trained model is no mistake
-    torch.optim.Adagrad(other.parameters()).step()
-    assert len(checks.said) == 4
-
-
-def test_optimizers_of_the_model_are_no_mistake(checks):
-    model = checks.model
-    whole = torch.optim.AdamW(model.parameters())
-    muon = torch.optim.Muon(hidden_matrices(model))
-    some = torch.optim.SGD(model.transformer["blocks"][0].requires_grad_(False).parameters(), 0.1)
-    for optimizer in (whole, muon, some, Wrapper(whole)):
-        optimizer.step()
-    model.extra = nn.Parameter(torch.zeros(3))  # since the start
-    whole.add_param_group({"params": [model.extra]})
-    whole.step()
-    torch.compile(whole.step, backend="eager")()
-    assert not checks.said
-    whole.add_param_group({"params": [nn.Parameter(torch.zeros(5))]})  # the control
-    whole.step()
-    assert len(checks.said) == 1 and "(1, one of shape [5])" in checks.said[0]
-
-
-def test_after_a_run_its_hooks_are_gone(checks, shards, tmp_path):
-    from torch.optim import optimizer
-    assert optimizer._global_optimizer_post_hooks
-    at_end.close()
-    assert not optimizer._global_optimizer_post_hooks
-    dist.destroy_process_group()  # a run has its own
-    assert Trainer("train_gpt2.py", **FLAGS).train(0, shards, tmp_path / "run").code == 0
-    assert not optimizer._global_optimizer_post_hooks
-    ddp_utils.init("gloo", "cpu")  # which the fixture ends
-
-
-@pytest.mark.parametrize("loss, norm, labels, warned", [
-    (5.5, 2 / 200, 800, True), (5.5, 0.5, 800, False), (5.5, 0.0, 800, False), (5.5, None, 800, False),
-    (6800.0, 55.0, 800, False),  # not in nats
-    (0.7, 0.02, 32, False)])  # one label for each row
-def test_the_gradient_of_a_mean_is_named_once(checks, loss, norm, labels, warned):
-    record = {"step": 1, "loss": loss, "grad_norm": norm, "labels": labels}
-    for _ in range(2):
-        checks.sink.log(record)
-    assert ["the gradient norm" in text for text in checks.said] == [True] * warned
-
-
 # 200 labels in a micro-batch of 800 in a step; the entropy is 3
-@pytest.mark.parametrize("losses, evaluation, changes, warned_at", [
-    ([5.5 / 200, 3 / 200], None, {}, 1),
-    ([2.8 / 200, 2.5 / 200], None, {}, 1),
-    ([9.9 / 200, 7 / 200, 5.9 / 200], None, {}, 3),  # as large as usual only then
-    ([9.9 / 200], 7.0, {}, 2),
-    ([5.5, 3.0, 3 / 200], 4.0, {}, None),  # learned by heart
-    ([5.5], 5.0, {}, None), ([0.4], 3.0, {}, None), ([3 / 2000], 3.0, {}, None),
-    ([None, math.nan], 3.0, {}, None),
-    ([5.5 / 200], 3.0, {"init_from": "x"}, 2),
-    ([0.01, 0.01], 0.02, {"init_from": "x"}, None),
-    ([3 / 200], None, {"saved": 3.1}, 1),
-    ([3 / 200], 3.0, {"saved": 3.1 / 200}, None),  # it has been said, or it is so
-    ([3 / 200], 3.0, {"saved": math.nan}, None)])
-def test_a_mean_that_is_divided_again_is_named_once(checks, losses, evaluation, changes, warned_at):
-    checks.run.args.init_from = changes.get("init_from")
-    checks.run.saved = {"loss": changes["saved"]} if "saved" in changes else None
-    checks.said.clear()
-    check_edits(checks.run, checks.model, checks.log)
-    sink = checks.log.loggers[-1]
-    records = [{"step": i, "loss": loss, "labels": 800, "grad_norm": 0} for i, loss in enumerate(losses)]
-    records += [{"step": 9, "val_loss": evaluation}] * (evaluation is not None)
-    counts = []
-    for record in [*records, *records]:
-        sink.log(monitor.without_nan(record))
-        counts.append(len(checks.said))
-    assert counts == [int(warned_at is not None and i >= warned_at) for i in range(1, len(counts) + 1)]
-    for text in checks.said:
-        assert "the 200 labels of a micro-batch" in text and "reduction='sum'" in text
 
 
 MEAN = """=import torch.nn.functional as F
@@ -926,41 +810,6 @@ MEAN = """=import torch.nn.functional as F
 SUMS = "objective, sums = state.wrapped("
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
-def test_the_most_natural_edit_is_warned_of(ranks, shards, tmp_path):
-    mean = edited(tmp_path, "mean", (f"{SUMS}x, y)", MEAN))
-    done = mean.fork(ranks, shards, tmp_path / "run")
-    assert done.code == 0 and done.out.count("a mean that is divided by the labels again") == 1, done.out
-    assert done.out.index("by the labels again") < done.out.index("step 2/"), "in the first line already"
-    again = mean.fork(ranks, shards, tmp_path / "run", steps=12)
-    assert again.code == 0 and "by the labels again" not in again.out
-    (tmp_path / "right").mkdir()
-    summed = MEAN.replace("=-1)", "=-1, reduction='sum')")
-    right = edited(tmp_path / "right", "mean", (f"{SUMS}x, y)", summed))
-    done = right.fork(ranks, shards, tmp_path / "whole")
-    assert done.code == 0 and "by the labels again" not in done.out
-    copy_of_the_first_half(tmp_path / "whole", tmp_path / "later")  # the edit comes at a resume
-    done = mean.fork(ranks, shards, tmp_path / "later")
-    assert done.code == 0 and done.out.count("by the labels again") == 1, done.out
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("trainer, call", [
-    ("train_mlm.py", "x, positions, y)"),
-    ("train_hrm.py",
-     f"x, y, bp_steps=bp_steps, cycles=cycles,\n{48 * ' '}ponder_weight=ramp * PONDER_COST)")])
-def test_a_mean_in_the_other_trainers_is_warned_of(trainer, call, shards, tmp_path):
-    mean = """
-                here = (y >= 0).sum()
-                objective, sums = objective / here, {name: value / here for name, value in sums.items()}"""
-    for name, more in (("mean", mean), ("sum", "")):
-        copy = edited(tmp_path, name, (SUMS + call, f"={SUMS}{call}{more}"), trainer=trainer)
-        if trainer == "train_mlm.py":
-            copy.defaults.pop("max_new_tokens")
-        done = copy.fork(0, shards, tmp_path / f"run-{name}")
-        assert done.code == 0 and done.out.count("by the labels again") == len(more[:1]), done.out
-
-
 PROBE = """    import torch
     probe = torch.nn.Linear(args.d_model, 1)
     adam = torch.optim.Adam(probe.parameters())
@@ -968,13 +817,6 @@ PROBE = """    import torch
 STEP = """        probe(model.embed.weight.detach()[:1]).sum().backward()
         adam.step()
 """
-
-
-def test_a_network_beside_the_model_is_named_in_its_first_step(shards, tmp_path):
-    probe = edited(tmp_path, "probe", ("    log.start_clock(", PROBE), (IN_LOOP, STEP))
-    done = probe.fork(2, shards, tmp_path / "run", comm="late")
-    assert done.code == 0 and done.out.count("WARNING: Adam trains parameters that are not the model's") == 1
-    assert done.out.index("Adam trains") < done.out.index("step 1/")
 
 
 INSIDE = """class Mine(GPT2):
@@ -1215,16 +1057,6 @@ def test_the_commit_of_a_start(tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{40}", clean) and monitor.commit_of(tmp_path) == f"{clean}-dirty"
     monkeypatch.setenv("PATH", "")
     assert monitor.commit_of(tmp_path) is None
-
-
-@pytest.mark.parametrize("ranks, strategy", [
-    (0, "ddp"), *(pytest.param(2, name, marks=pytest.mark.full) for name in ("zero1", "zero2", "zero3"))])
-def test_what_comes_into_a_model_after_new_model_is_named_at_the_start(ranks, strategy, shards, tmp_path):
-    added = "import torch\n    model.register_buffer('seen', torch.zeros(3))\n    "
-    trainer = edited(tmp_path, f"added_{strategy}", ("example = ", added))
-    done = trainer.fork(ranks, shards, tmp_path / "run", strategy=strategy, steps=2)
-    assert done.code == 0 and done.out.count("WARNING: seen came or went after new_model") == 1, done.out
-    assert done.out.index("seen came") < done.out.index("step 1/")
 
 
 def test_a_trainer_without_a_file_has_no_text(tmp_path):

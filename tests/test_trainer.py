@@ -95,6 +95,8 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
     uncounted = pytestconfig.getoption("--trainer") and "MFU is not shown (" in done.out
     assert uncounted or all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))
     assert done.code == 0 and re.search(r", [1-9][\d,]+ of them in \d+ blocks", done.out), done.out
+    first = steps_of(tmp_path / "run")[0]
+    assert first["loss"] > 1, "the loss is tiny: return a sum over labels, not a mean"
     saved = torch.load(list_checkpoints(tmp_path / "run")[0], weights_only=True)
     model_class = getattr(module_of(script), saved["family"])
     exported = trainer.here("--out", tmp_path / "run", "--export")

@@ -1,1 +1,6 @@
-"""Tokenizers: their ids (vocabulary.py), encoding and decoding (tokenizer.py, tokenizer_json.py), training (bpe.py)."""
+"""Tokenizers.
+
+    vocabulary.py                      the ids of a tokenizer
+    tokenizer.py, tokenizer_json.py    encoding and decoding
+    bpe.py                             training
+"""
