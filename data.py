@@ -24,12 +24,9 @@ Sections of this file, and what uses them:
 
 import contextlib
 import errno
-import fcntl
 import functools
-import hashlib
 import inspect
 import itertools
-import json
 import math
 import mmap
 import os
@@ -40,7 +37,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, access, at_end, names_in, run_command
+from cli.errors import UserError, access, names_in, run_command
+from cli.files import digest_json, read_json, sample_digest, sha256_of
+from ops.documents import document_bounds
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
 from vocab.vocabulary import Vocabulary
 
@@ -52,68 +51,6 @@ HEADER_BYTES = 1024
 # What to do about a damaged file. `prepare` does nothing while the directory has its manifest.
 WAY_BACK = "copy it again, or delete its directory and prepare it again."
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic and version
-
-
-def fsync_directory(path: Path):
-    """Makes a rename in this directory survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # CIFS, VirtualBox and SMB in WSL cannot sync a directory
-        os.fsync(descriptor)
-    os.close(descriptor)
-
-
-@contextlib.contextmanager
-def replacing(path: Path):
-    """A context with a file to write. It replaces `path` when the context ends, so readers see the old file
-    or the whole new one, even after a crash.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.unlink(missing_ok=True)  # otherwise a link there could make us write elsewhere
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_directory(path.parent)
-    except Exception:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def lock_file(file, when_held) -> str:
-    """Locks an open file for this process until the file is closed. If another process holds the lock, calls
-    when_held(), which may raise, and then waits. Returns "", or if the file system has no locks its error.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        return error.strerror
-    when_held()
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return ""
-
-
-def why_not_made(directory: Path, error: OSError) -> str:
-    """Why a directory cannot be made: a dangling link in its path, or else the system's reason."""
-    for path in (directory, *directory.parents):
-        if os.path.islink(path) and not os.path.exists(path):  # Path's methods would raise here
-            return f"{path} is a link to {os.readlink(path)}, which is not there"
-    return error.strerror
-
-
-def write_atomically(path: Path, *chunks):
-    """Writes a whole file (see `replacing`), or raises RetryableError."""
-    try:
-        with replacing(path) as file:
-            file.writelines(chunks)
-    except OSError as error:
-        raise RetryableError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
-                             "directory, and run the same command again.")
 
 
 def map_file(file) -> mmap.mmap | bytes:
@@ -190,28 +127,6 @@ def manifest_digest(manifest: dict) -> str:
     return digest_json(manifest | {"checksum": None})
 
 
-def read_json(path: Path):
-    """The content of a JSON file. Raises ValueError if it is not JSON, and OSErrors as in `access`."""
-    with access(path):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def sha256_of(path: Path) -> str:
-    with access(path), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sample_digest(path: Path) -> str:
-    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with access(path), open(path, "rb") as file:
-        for offset in (0, size // 2, max(size - 65536, 0)):
-            file.seek(offset)
-            digest.update(file.read(65536))
-    return digest.hexdigest()
-
-
 def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> Vocabulary:
     """The tokenizer in a prepared directory. Raises UserError if its file has changed since, or if `name`
     names another tokenizer.
@@ -240,11 +155,6 @@ def row_of(directory: str | Path) -> int | None:
     """Tokens per row of a directory of pairs; None if it holds none."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(directory)) or {}).get("row")
-
-
-def cpu_count() -> int:
-    """Number of cores that this process may use (on macOS, which doesn't say, all cores)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(batches, workers: int, function, *arguments):
@@ -356,23 +266,6 @@ class Masker:
 # Reading
 
 
-def document_bounds(idx, start: int, response: int) -> tuple:
-    """Finds the documents in tokens idx (B, T), an int64 tensor. A document runs from one `start` to the
-    next. Returns, for each token, the number of its document in the row, the document's first position, and
-    the position of the document's <|response|> or −1: int64 (B, T) each.
-    """
-    import torch
-    T = idx.size(1)
-    t = torch.arange(T, device=idx.device).expand_as(idx)
-    number = (idx == start).cumsum(1)
-    first = torch.where(idx == start, t, 0).cummax(1).values
-    # the last <|response|> up to each position, and the first from it on; plain text contains none
-    before = torch.where(idx == response, t, -1).cummax(1).values
-    after = torch.where(idx == response, t, T - 1).flip(1).cummin(1).values.flip(1)
-    follows = (idx.gather(1, after) == response) & (number.gather(1, after) == number)
-    return number, first, torch.where(before >= first, before, torch.where(follows, after, -1))
-
-
 def label_mask(x: np.ndarray, marker_ids: dict[str, int], loss: str) -> np.ndarray:
     """Which positions of rows x (B, T) of pairs have a label to learn, bool (B, T). With `loss` "response",
     these are the positions from <|response|> on; with "all", whole samples. Never learned are the last
@@ -397,11 +290,8 @@ class Shards:
     """Token files as rows x of `seq_len` tokens, and labels y. A label is the next token, or −1 where
     `label_mask`, a function of x, is False. A row never spans two files; tokens that fill no row are not
     used. A file that is listed twice counts twice. Reading a row raises UserError if it has an id that the
-    tokenizer lacks, or if the run trains on data with another tokenizer.
+    tokenizer lacks.
     """
-
-    of_run = None  # tokenizer.json, as text, of the data that this process trains on, see check_sets
-    ids = None  # tokenizer.json, as text, of these files
 
     def __init__(self, paths: list[Path], seq_len: int, label_mask=None, tokenizer=None):
         self.paths = paths
@@ -423,9 +313,6 @@ class Shards:
 
     def take(self, rows: np.ndarray, x: np.ndarray, y: np.ndarray):
         """Copies rows (B,), int64 and ascending, into x (B, T), and their labels into y (B, T), int32."""
-        if self.ids and self.of_run not in (None, self.ids):
-            raise UserError(f"{self.paths[0].parent} has another tokenizer than the data of this run, or "
-                            "only one of them has pairs: prepare both alike, with the same tokenizer.json.")
         begin = 0
         for path, (first, grid, following) in zip(self.paths, self.grids):
             end = rows.searchsorted(first + len(grid))
@@ -534,9 +421,7 @@ class Dataset:
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
         # validation sets that are too small for a row: tokens in the longest file of each
         self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
-        self.ids = self.tokenizer.to_json()
         for shards in (self.train, *self.val.values()):
-            shards.ids = self.ids
             first = shards.paths[0]
             counted = manifests[first.parent].get("lost", {})
             split = first.name[:-10]  # such as "val_"
@@ -552,16 +437,18 @@ class Dataset:
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
     def check_sets(self):
-        """Raises UserError if a trainer's own set has no rows, or has ids of another tokenizer. From here to
-        the end of the run, reading Shards with another tokenizer raises UserError.
-        """
-        Shards.of_run = None if self.vocab_size else self.ids
-        at_end.callback(setattr, Shards, "of_run", None)
+        """Raises UserError if a set that a trainer has put here has no rows, or ids of another tokenizer."""
+        ids = self.tokenizer.to_json()
         for rows in (self.train, *self.val.values()):
             if not rows.rows:
                 raise UserError("this trainer's change to the data leaves a set without rows: keep some "
                                 "rows, or remove that set from dataset.val.")
-            read_rows(rows, np.arange(1))  # raises if the ids are of another tokenizer
+            tokenizer = getattr(rows, "tokenizer", None)
+            if tokenizer and not self.vocab_size and tokenizer.to_json() != ids:
+                raise UserError(f"{rows.paths[0].parent} has another tokenizer than the data of this run, or "
+                                "only one of them has pairs: prepare both alike, with the same "
+                                "tokenizer.json.")
+            read_rows(rows, np.arange(1))  # raises if it cannot be read
 
     def too_short(self) -> str:
         """A sentence about the validation sets that are shorter than a row. There must be one."""
@@ -615,10 +502,6 @@ def read_directory(directory: Path, seq_len: int,
         if i == 0:  # Shards.take checks the others when it reads them
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer
-
-
-def digest_json(value) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def digest_of(manifest: dict) -> str:
@@ -725,60 +608,6 @@ def validation_batches(shards: Shards, batch: int, world, limit: int | None = No
         yield tuple(to_device(parts, world.device))
 
 
-def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
-    """The micro-batch size for a process's `share` of a global batch, or 0 if --batch and --grad-accum do not
-    divide it. A flag that is not given is None. With neither, it is the largest divisor of the share up to
-    `largest`.
-    """
-    if grad_accum:
-        batch = batch or share // grad_accum
-        return batch if batch * grad_accum == share else 0
-    if batch:
-        return batch if share % batch == 0 else 0
-    return max(b for b in range(1, min(share, largest) + 1) if share % b == 0)
-
-
-def plan_batch(world_size: int, global_batch: int | None, batch: int | None, grad_accum: int | None,
-               wanted: int, largest: int) -> tuple[int, int, int]:
-    """Returns (global batch, micro-batch, accumulation steps), in sequences; global batch = micro-batch ×
-    accumulation steps × world size. Flags that are not given are None.
-
-    A given global batch is used, or refused with a UserError that names the nearest fit. Otherwise it is
-    `wanted`, the number of the recipe or of the run so far. If the world size does not divide that, it is the
-    multiple of the world size within 5 % of `wanted` that allows the largest micro-batch, up to `largest`.
-    """
-    if global_batch is None and batch and grad_accum:
-        global_batch = batch * grad_accum * world_size
-    elif global_batch is None and wanted % world_size == 0:
-        global_batch = wanted
-    elif global_batch is None:
-        exact = wanted / world_size  # sequences per process
-        fitting = {}  # micro-batch by share, for shares within 5 %
-        for share in range(math.ceil(0.95 * exact), math.floor(1.05 * exact) + 1):
-            if micro := micro_batch_of(share, batch, grad_accum, largest):
-                fitting[share] = micro
-        unit = batch or grad_accum or 1
-        share = max(1, round(exact / unit)) * unit
-        if fitting:
-            share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
-        global_batch = share * world_size
-    if global_batch % world_size:
-        low = global_batch // world_size * world_size
-        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences cannot be divided among {world_size} "
-                        f"processes: use --global-batch {fits}.")
-    share = global_batch // world_size
-    micro = micro_batch_of(share, batch, grad_accum, largest)
-    if not micro:
-        wish = batch or share // grad_accum
-        nearest = min((b for b in range(1, share + 1) if share % b == 0), key=lambda b: abs(b - wish))
-        given = f"--grad-accum {grad_accum}" if grad_accum else f"--batch {batch}"
-        raise UserError(f"{given} does not fit: {global_batch} sequences are {share} for each of "
-                        f"{world_size} processes. Use --batch {nearest} --grad-accum {share // nearest}, "
-                        f"or --global-batch {(batch or 1) * (grad_accum or 1) * world_size}.")
-    return global_batch, micro, share // micro
-
-
 def sources_of(data: str) -> list[str]:
     """The sources in a trainer's --data: one source, or several prepared directories divided by commas."""
     first, *others = data.split(",")
@@ -823,19 +652,6 @@ def directory_of(data: str, tokenizer_name: str | None) -> Path:
     if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
         return Path(data)
     return default_directory(data, tokenizer_name or default_tokenizer(data))
-
-
-TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
-
-
-def run_directory(args, trainer: str) -> Path:
-    """The directory of a run: --out, or a name such as runs/hrm-tiny-stdlib-bpe4096. A copy of a trainer gets
-    other names, such as runs/train_mine-tiny-stdlib-bpe4096 for train_mine.py.
-    """
-    family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
-    names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
-    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
-    return args.out or Path("runs", "-".join(names))
 
 
 def main():

@@ -16,15 +16,11 @@ The trainers call them in this order: see main() in train_gpt2.py. One rule hold
 the same collectives in the same order.
 """
 
-import contextlib
-import errno
 import functools
 import gc
-import inspect
 import json
 import logging
 import math
-import operator
 import os
 import re
 import shutil
@@ -32,37 +28,21 @@ import signal
 import statistics
 import sys
 import time
-import warnings
 import zipfile
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adagrad, Adam, AdamW
-from torch.optim.optimizer import Optimizer
+from torch.distributed.tensor import DTensor
 
 import monitor
 from cli.errors import (
@@ -71,7 +51,6 @@ from cli.errors import (
     RunError,
     UserError,
     access,
-    at_end,
     first_line,
     from_launcher,
     listed,
@@ -79,23 +58,13 @@ from cli.errors import (
     names_in,
     say,
 )
-from cli.flags import SHARDED
+from cli.files import cpu_count, fsync_directory, replacing
 from cluster.diagnosis import WHEN_CUT_OFF, explain
-from cluster.heartbeat import join
-from cluster.late import Late
-from data import (
-    Dataset,
-    cpu_count,
-    fsync_directory,
-    lock_file,
-    replacing,
-    validation_batches,
-    why_not_made,
-)
+from cluster.heartbeat import Heartbeat, join
+from data import Dataset
 from loggers.machine import combined, machine_curves, memory_gb
-from model import blocks_of, compute_dtype, copied_buffers, first_values, use_device
-from ops.device import compiles, keep_freed_memory, use_libdevice_of_triton
-from ops.ema import EMA, local_shard
+from model import ConfigError
+from ops.device import keep_freed_memory, use_libdevice_of_triton
 from vocab.vocabulary import tokenizer_of_run
 
 SYNC_EVERY = 200  # steps between comparisons of the parameters across ranks; each save compares them, too
@@ -106,6 +75,35 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 # -----------------------------------------------------------------------------------------------------------
 # Start and end
+
+
+class Process:
+    """Owns how this process ends: whether it failed, and what to close first."""
+
+    def __init__(self):
+        self.launched: Callable | None = None  # the main() that `launch` runs; the process ends after it
+        self.heartbeat: Heartbeat | None = None  # if there are several processes
+        self.exit_code = 0  # of the run
+        self.at_end = ExitStack()  # what to close when a run ends, the newest first
+        self.unwritten: list[futures.Future] = []  # the last checkpoint that is being written, if any
+
+    def one_has_failed(self) -> bool:
+        """Whether this process ends with an error, and isn't the only process of the run."""
+        return self.exit_code > 0 and dist.is_initialized() and dist.get_world_size() > 1
+
+    def leave_group(self, excepthook: Callable):
+        """Destroys the process group, unless that can hang, and restores `excepthook`, which
+        init_process_group has replaced.
+        """
+        if dist.is_initialized() and not self.one_has_failed():
+            if self.heartbeat:
+                self.heartbeat.stop("")
+            gc.collect()  # models and optimizers left over from main() keep the process group alive
+            dist.destroy_process_group()
+            sys.excepthook = excepthook
+
+
+process = Process()
 
 
 def ending_of(error: BaseException) -> tuple[int, str, str]:
@@ -120,9 +118,9 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, BrokenPipeError):  # fine for `--dry-run | head`, a failure for a run
         running = dist.is_initialized()
         return int(running), "error: standard output is closed." * running, "its standard output was closed."
-    if isinstance(error, UserError | RunError):
+    if isinstance(error, UserError | RunError | ConfigError):
         return error.exit_code, f"error: {error}", str(error)
-    if ending := explain(error, heartbeat, show_traceback):
+    if ending := explain(error, process.heartbeat, show_traceback):
         return ending
     show_traceback(error)
     return 1, "", first_line(error)
@@ -131,9 +129,6 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
 def show_traceback(error: BaseException):
     sys.excepthook(type(error), error, error.__traceback__)
     get_error_handler().record_exception(error)  # for torchrun's own report
-
-
-launched = None  # the main() that `launch` runs; the process ends after it
 
 
 def launch(main):
@@ -146,8 +141,7 @@ def launch(main):
 
     It calls os._exit, because torch's C++ threads can abort a process while Python tears it down.
     """
-    global launched
-    launched = main
+    process.launched = main
     get_error_handler().initialize()
     # After the soft CPU limit the kernel sends SIGXCPU every second, so StopVote will see a later one.
     signal.signal(signal.SIGXCPU, signal.SIG_IGN)
@@ -157,8 +151,8 @@ def launch(main):
         code, text, reason = 0, "", ""
     except BaseException as error:
         code, text, reason = ending_of(error)
-    at_end.exit_code = code
-    unwritten = one_has_failed() and Checkpoints.unwritten
+    process.exit_code = code
+    unwritten = process.one_has_failed() and process.unwritten
     # When one process fails, torchrun sends signals to the others. While a checkpoint is being written, they
     # must not end this one. SIGXCPU, the last in the list, never does.
     for signum in STOP_SIGNALS[:-1]:
@@ -166,11 +160,11 @@ def launch(main):
     if text and (code != 130 or local_rank() == 0):
         time.sleep(1.0 * (local_rank() > 0))  # if local rank 0 fails too, torchrun ends this process here
         print(text, file=sys.stderr, flush=True)
-    if heartbeat:  # first, because at_end.close() may wait for a checkpoint
-        heartbeat.stop(reason)
-    at_end.close()
+    if process.heartbeat:  # first, because at_end.close() may wait for a checkpoint
+        process.heartbeat.stop(reason)
+    process.at_end.close()
     if code == 0:  # this can hang after a failure
-        leave_group(sys.excepthook)
+        process.leave_group(sys.excepthook)
     with suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()  # stderr is line-buffered
     os._exit(code)
@@ -185,41 +179,24 @@ def cleanup_on_exit(main):
     """
     @functools.wraps(main)
     def run(argv: list[str] | None = None):
-        if launched is run:  # `launch` cleans up
+        if process.launched is run:  # `launch` cleans up
             return main(argv)
         handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         if not dist.is_initialized():  # a group that the caller has created stays
-            at_end.callback(leave_group, sys.excepthook)
-        at_end.exit_code = 0
+            process.at_end.callback(process.leave_group, sys.excepthook)
+        process.exit_code = 0
         try:
             main(argv)
         except BaseException:
-            at_end.exit_code = 1
+            process.exit_code = 1
             raise
         finally:
-            if not one_has_failed():
+            if not process.one_has_failed():
                 for signum, handler in handlers.items():
                     signal.signal(signum, handler)
-            at_end.close()
+            process.at_end.close()
 
     return run
-
-
-def one_has_failed() -> bool:
-    """Whether this process ends with an error, and isn't the only process of the run."""
-    return at_end.exit_code > 0 and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def leave_group(excepthook):
-    """Destroys the process group, unless that can hang, and restores `excepthook`, which init_process_group
-    has replaced.
-    """
-    if dist.is_initialized() and not one_has_failed():
-        if heartbeat:
-            heartbeat.stop("")
-        gc.collect()  # models and optimizers left over from main() keep the process group alive
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
 
 
 def leave_at_once(number, frame):
@@ -264,22 +241,21 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     compare(device, backend) runs before the process group is created; use it to find differences that would
     make the group hang. Raises UserError on all ranks if one of them lacks the device.
     """
-    global heartbeat
     env = os.environ
     by_torchrun = {"RANK", "WORLD_SIZE"} & env.keys()
     if "GLOO_SOCKET_IFNAME" not in env:  # the next run in a notebook may need another network card
-        at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
+        process.at_end.callback(env.pop, "GLOO_SOCKET_IFNAME", None)
     rank, world_size, store = 0, 1, dist.HashStore()
     if by_torchrun:
-        rank, world_size, store, heartbeat = join(timeout)
-        if heartbeat:
-            heartbeat.wait_for_all()
+        rank, world_size, store, process.heartbeat = join(timeout)
+        if process.heartbeat:
+            process.heartbeat.wait_for_all()
     local_world_size = from_launcher("LOCAL_WORLD_SIZE", 1)
     where, backend = run_and_wait(choose_device, backend, device, local_world_size)
     if compare:
         compare(where, backend)
-    if heartbeat:
-        heartbeat.refuse_other_backends(backend)
+    if process.heartbeat:
+        process.heartbeat.refuse_other_backends(backend)
     gpu = None
     if where.type == "cuda":
         gpu = where
@@ -314,13 +290,13 @@ def connect(backend: str, function):
     rank or another.
     """
     try:
-        if backend == "gloo" and heartbeat:  # NCCL has to stay in the thread that has chosen the GPU
-            return heartbeat.watch(function)
+        if backend == "gloo" and process.heartbeat:  # NCCL has to stay in the thread that chose the GPU
+            return process.heartbeat.watch(function)
         return function()
     except RuntimeError as error:
-        if heartbeat and heartbeat.ask():  # a rank was lost: ending_of will say which
+        if process.heartbeat and process.heartbeat.ask():  # a rank was lost: ending_of will say which
             raise
-        way = WHEN_CUT_OFF["alone" if backend == "gloo" and not heartbeat else backend]
+        way = WHEN_CUT_OFF["alone" if backend == "gloo" and not process.heartbeat else backend]
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {way}") from None
 
 
@@ -365,15 +341,12 @@ def choose_device(backend: str, device: str, local_world_size: int) -> tuple[tor
 # Agreement
 
 
-heartbeat = None  # a Heartbeat (cluster/heartbeat.py) if there are several processes
-
-
 def run_and_wait(function, *args):
     """Returns function(*args) on every rank, however long it takes, once it has ended on all of them. If it
     raises on one rank, the others raise a UserError with the same exit code, so no rank waits for the failed
     one.
     """
-    return heartbeat.run_and_wait(function, *args) if heartbeat else function(*args)
+    return process.heartbeat.run_and_wait(function, *args) if process.heartbeat else function(*args)
 
 
 def on_rank0(function, *args):
@@ -508,76 +481,6 @@ class Run:
 # Models on ranks: replicated or sharded
 
 
-def build_model(model_class: type, config, world: World, strategy: str = "ddp",
-                comm: str = "fp32") -> nn.Module:
-    """Builds a model on this process's device, sharded if `strategy` says so. Parameters are uninitialized;
-    buffers keep their initial values. Raises UserError if the model can't be built this way.
-
-    Parameters are created on the meta device, without memory. So only rank 0, which has the weights, ever
-    holds all of them in host memory.
-
-    With `comm` bf16, FSDP gathers the parameters of blocks in bfloat16, to which the layers would cast them
-    anyway, and sums their gradients in bfloat16, over the uses of a weight and over ranks. Some parameters
-    outside of blocks are used in float32, so all of those are sent in float32.
-    """
-    def on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter:
-        return p if p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
-
-    torch.manual_seed(0)  # so that random buffers are the same on all ranks, and in a resumed run
-    with register_module_parameter_registration_hook(on_meta):
-        model = model_class(config)
-    names = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if (first := names.setdefault(p, name)) != name:
-            raise UserError(f"{first} and {name} of {model_class.__name__} are one parameter, which training "
-                            "would split in two: register it once, and use it twice in forward.")
-    buffers = {(module, name): buffer for module in model.modules()
-               for name, buffer in module.named_buffers(recurse=False)}
-    offload = strategy == "zero3-offload"
-    if strategy in SHARDED:
-        options = {"mesh": init_device_mesh(world.device.type, (world.world_size,)),
-                   "reshard_after_forward": strategy != "zero2"}  # zero2 keeps parameters gathered
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        sent = {}
-        if comm == "bf16":
-            sent["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-        for block in blocks_of(model):
-            fully_shard(block, **options, **sent)
-        fully_shard(model, **options)
-        if strategy == "zero2":  # HRM calls its blocks several times; reshard() frees them once a step
-            model.set_reshard_after_backward(False)
-        if hasattr(model, "decode"):
-            register_fsdp_forward_method(model, "decode")
-    model.to_empty(device="cpu" if offload else world.device)
-    for (module, name), buffer in buffers.items():
-        if buffer.is_meta:
-            raise UserError(f"the buffer {name} of {type(module).__name__.removeprefix('FSDP')} is made from "
-                            "a parameter, which has no values while the model is being built: compute it in "
-                            "forward.")
-        setattr(module, name, buffer.to(world.device))
-    return model
-
-
-def reshard(model: nn.Module):
-    """Frees the parameters that zero2 and zero3 have gathered. After an update they are stale."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@torch.no_grad()
-def copy_from_rank0(tensor: Tensor, source: Tensor | None, world: World):
-    """Copies `source`, which rank 0 has unsharded, into `tensor` on all ranks, sharded or not."""
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-    if world.is_rank0:
-        full.copy_(source)
-    dist.broadcast(full, src=0)
-    if isinstance(tensor, DTensor):
-        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    local_shard(tensor).copy_(local_shard(full))
-
-
 def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
     """Sends `tensor` from rank `source` to rank `target`. Returns it on `target`, and None elsewhere. On
     `target`, pass any tensor of the same shape and dtype.
@@ -589,12 +492,6 @@ def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor |
         tensor = torch.empty_like(tensor, device=device)
         dist.recv(tensor, source)
     return tensor if world.rank == target else None
-
-
-def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
-    """Copies `weights` into the model on all ranks. Rank 0 has them, unsharded and by name."""
-    for name, tensor in model.state_dict().items():
-        copy_from_rank0(tensor, weights.get(name), world)
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):
@@ -632,95 +529,8 @@ def assert_family(saved: dict, model_class: type):
                     f"{model_class.__name__}: use its own trainer.")
 
 
-def apply_modes(model: nn.Module, args: Namespace, world: World):
-    """Applies the same flags to any model, such as one that is only evaluated."""
-    if world.device.type == "cuda":
-        # By default, attention's backward pass on a GPU adds up gradients in no fixed order, so a resumed run
-        # would differ from an uninterrupted one. warn_only isn't enough, because torch would still pick such
-        # kernels. The setting also fixes the block sizes of Inductor's kernels that add up. Inductor still
-        # tunes elementwise kernels, which changes no bits.
-        if not args.fast:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(not args.fast)  # an earlier run in this process may have set it
-        torch.utils.deterministic.fill_uninitialized_memory = False  # filling each torch.empty takes time
-    compiling = {}
-    torch._dynamo.config.optimize_ddp = False  # it would split a block where a gradient bucket ends
-    # above this limit a block would run uncompiled, with other bits
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if compiles(args.compile, world.device):
-        # round where eager code does, so that recomputing gives the same bits
-        compiling["options"] = {"emulate_precision_casts": not args.fast,
-                                # again, because the thread of the backward pass may compile, too
-                                "deterministic": torch.are_deterministic_algorithms_enabled()}
-    use_device(model, world.device, compute_dtype(args.precision, world.device), args.checkpoint_activations,
-               **compiling)
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Training state
-
-
-def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
-    """Wraps the model in DistributedDataParallel. Returns it unwrapped if there is one process, if it is
-    sharded, or if `comm` is late. Parameters must be the same on all ranks before the first step.
-    """
-    if world.world_size == 1 or comm == "late" or isinstance(model, FSDPModule):
-        return model
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.11 has only this name
-    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True,
-                                      init_sync=False)
-    if comm == "bf16":  # a lambda, because DDP refuses this hook by name without NCCL
-        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-    return wrapped
-
-
-def assert_all_train(model: nn.Module, optimizers: list):
-    """Raises UserError unless each parameter that trains is in exactly one optimizer, and is sharded if the
-    model is. The optimizers must have no other parameters, no state outside of their own, and a step that
-    needs no closure.
-    """
-    for optimizer in optimizers:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure and closure.default is closure.empty:
-            raise UserError(f"{type(optimizer).__name__} computes the loss again in its step, but a trainer "
-                            "computes it once: use an optimizer with a step that needs no closure.")
-        if inside := [type(value).__name__ for value in torch.utils._pytree.tree_leaves(vars(optimizer))
-                      if isinstance(value, Optimizer) and value.state is not optimizer.state]:
-            raise UserError(f"no checkpoint would hold the state of {listed(inside)}, which "
-                            f"{type(optimizer).__name__} wraps: use an optimizer that keeps all of its state "
-                            "in its own state[p].")
-    whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if whole and isinstance(model, FSDPModule):
-        raise UserError(f"{listed(whole)} was added to the model after new_model, so it is not sharded and "
-                        "its gradient would never be averaged: create it in the model's constructor, or use "
-                        "--strategy ddp or zero1.")
-    count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
-    if foreign := [list(p.shape) for p in count.keys() - {*model.parameters()}]:
-        raise UserError(f"the optimizers have parameters that are not the model's ({len(foreign)}, one of "
-                        f"shape {max(foreign)}), so no checkpoint would hold them, and each process would "
-                        "train its own: create them in the model's constructor, see docs/changing.md.")
-    odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
-           if p.requires_grad and count[p] != 1]
-    if odd:
-        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: if it is in 2, take "
-                        "it out of one; if it is in 0, add it, or freeze it with requires_grad_(False).")
-
-
-def clip_grad_norm(parameters, max_norm: float) -> Tensor:
-    """Scales gradients down to a total norm of at most max_norm (0: no limit). Returns the norm before that,
-    a scalar, which is the same on all ranks.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]  # frozen parameters have none
-    shards = [local_shard(g) for g in gradients]
-    norm = nn.utils.get_total_norm(shards)
-    if isinstance(gradients[0], DTensor):
-        squared = norm.to(gradients[0].device_mesh.device_type) ** 2
-        dist.all_reduce(squared)
-        norm = squared.sqrt()
-    if max_norm > 0:
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(shards, clip.to(shards[0].device))
-    return norm
 
 
 class HostCopy:
@@ -736,390 +546,6 @@ class HostCopy:
     def __float__(self) -> float:
         self._arrived.synchronize()
         return self._scalar.item()
-
-
-class Norm(Tensor):
-    """A scalar on the device that prints like a number. Only printing makes the host wait for it. What you
-    compute from it is a plain tensor.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as in nn.Parameter
-
-    def __format__(self, spec: str = "", **_) -> str:
-        return format(self.item(), spec)
-
-    __repr__ = __format__
-
-
-def count_hooks(optimizer) -> int:
-    return len(optimizer._optimizer_step_pre_hooks | optimizer._optimizer_step_post_hooks)
-
-
-def skips_on_device(optimizer, whole) -> bool:
-    """Whether the device can skip an update of `optimizer`: torch's fused kernels do if `found_inf` is 1.
-
-    With zero1, `whole` has the parameters of all ranks, so that all ranks give the same answer. Subclasses
-    and wrappers don't count, because they may do more in a step. SGD doesn't either: if it skipped the first
-    update, its momentum would have no values.
-    """
-    return type(optimizer) in (AdamW, Adam, Adagrad) and not count_hooks(whole) and all(
-        group["fused"] and p.is_cuda for group in whole.param_groups for p in group["params"])
-
-
-def refuse_unsaved(values: dict):
-    """Raises UserError for what JSON cannot hold of an optimizer's values."""
-    for name, value in values.items():
-        kept = None
-        with suppress(TypeError, ValueError):
-            kept = json.loads(json.dumps(value))
-        if str(kept) != str(value):  # JSON makes a list of a tuple, and text of a number that is a key
-            raise UserError(f"an optimizer keeps {name} as {type(value).__name__}, which a checkpoint cannot "
-                            "hold: make it a number, a text, a list of these, or a tensor in self.state[p]; "
-                            "with --strategy ddp, also a list of tensors there or a tensor in the group.")
-
-
-class TrainState:
-    """A model in training: `model`, `wrapped` (the model in DDP), optimizers, loss scaler, averaged weights.
-    `state_dict` yields the tensors of a checkpoint; saving and `load_state_dict` both iterate over them.
-    """
-
-    MAX_SKIPPED = 10  # skipped updates in a row after which the run ends
-
-    def __init__(self, model: nn.Module, optimizers: list, run: Run):
-        assert_all_train(model, optimizers)
-        args, world = run.args, run.world
-        if compiles(args.compile, world.device):
-            run.say("compiling: the first step takes minutes")
-        apply_modes(model, args, world)
-        self.model = model
-        self._trained = {p: p.requires_grad for p in model.parameters()}
-        self._views = {}  # by parameter: its view of DDP's bucket
-        self.world = world
-        self.say = functools.cache(run.say)  # each text once
-        self.optimizers = optimizers
-        self.zero1 = args.strategy == "zero1"
-        self.ddp = args.strategy == "ddp"
-        if not self.ddp:
-            for optimizer in optimizers:
-                refuse_unsaved(first_values(optimizer))
-        if self.zero1:  # each process updates its part of the parameters and sends it in one buffer
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-            self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
-                                                       parameters_as_bucket_view=True)
-                               for o in optimizers]
-            for old, new in zip(optimizers, self.optimizers):
-                if count_hooks(old) > count_hooks(new.optim):  # its constructor may register some itself
-                    raise UserError("--strategy zero1 creates the optimizers again, without these hooks: "
-                                    "register them on state.optimizers, after TrainState.")
-            with suppress(TypeError):  # the trainer may register hooks later, so its list gets the new ones
-                optimizers[:] = self.optimizers
-        # the optimizers that hold the state; with zero1, only the state of this process's parameters
-        self.inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
-        self.groups = {}  # the parameter groups by name, such as "AdamW 0.1"
-        for i, (inner, optimizer) in enumerate(zip(self.inner, self.optimizers)):
-            for j, group in enumerate(optimizer.param_groups):
-                self.groups[f"{type(inner).__name__} {i}.{j}"] = group
-        self._made = {name: repr(value) for name, value in self._group_values().items()}
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
-        self.ema = None
-        if args.ema:
-            self.ema = EMA(model, args.ema)
-        self.wrapped = wrap(model, world, args.comm)
-        self.late = None
-        if args.comm == "late":
-            self.late = Late(model, self.inner, run)
-        self.skipped = 0  # updates in a row that were skipped, because the gradient was not finite
-        self._checked = False  # whether it is known that checkpoints can hold the optimizers' state
-        self._updated = True
-        self._norm = None  # the gradient norm of the last step, until the host has read it
-
-    def no_sync(self, accumulating: bool):
-        """A context for one micro-batch. With `accumulating` DDP keeps gradients local: pass True for all
-        micro-batches of a step except the last.
-
-        Gradients that are None become zeros in DDP's buckets. Otherwise a backward pass without communication
-        would allocate them a second time.
-        """
-        if empty := {p: view for p, view in self._views.items() if p.grad is None}:
-            torch._foreach_zero_(list(empty.values()))
-            for p, view in empty.items():
-                p.grad = view
-        ddp = isinstance(self.wrapped, DistributedDataParallel)
-        return self.wrapped.no_sync() if ddp and accumulating else contextlib.nullcontext()
-
-    def warm_up(self, example: dict, after_ramp: dict | None = None):
-        """Runs three backward passes and throws their gradients away. The first is of model(**example). The
-        other two are of model(**after_ramp), if the steps compute something else after a ramp.
-
-        The first one, without communication, checks that every parameter gets a gradient when training
-        starts; if not, it raises RunError. The other two settle DDP's buckets: DDP rearranges them after its
-        first step, which changes the order of sums. Otherwise a resumed run would drift from an uninterrupted
-        one.
-        """
-        if launched:  # in a notebook it would end the kernel
-            signal.signal(signal.SIGINT, leave_at_once)
-        self._refuse_thawed()
-        for _, held in getattr(self.wrapped, "_comm_hooks", []):
-            if not isinstance(held, dist.ProcessGroup | None):
-                self.say(f"WARNING: no checkpoint holds the {type(held).__name__} of the communication hook: "
-                         "if it changes during training, a resumed run differs from an uninterrupted one")
-        later = after_ramp or example
-        for i, inputs in enumerate((example, later, later)):
-            self.wrapped.zero_grad()
-            with copied_buffers(self.model), self.no_sync(i == 0):
-                self.wrapped(**inputs)[0].backward()
-            reshard(self.model)
-            for name, p in self.model.named_parameters():
-                if p.requires_grad and p.grad is None:
-                    raise RunError(f"{name} gets no gradient: use it in each forward pass, or freeze it with "
-                                   "requires_grad_(False); to skip a layer at random, multiply what it adds "
-                                   "by 0.")
-        self.clear_gradients()
-        assert_in_sync(self.model, begun=False)
-        # From now on garbage collection leaves out all objects that exist: scanning them takes half a second.
-        gc.collect()
-        gc.freeze()
-        at_end.callback(gc.unfreeze)
-
-    def clip_gradients(self, max_norm: float, stop: "StopVote | None" = None) -> "float | Norm":
-        """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels.
-
-        With --comm late, the gradients of the previous step first replace those of this one. Also reads the
-        previous step's vote from `stop`. Here the host waits for the device, once a step: for the end of the
-        previous step if the device can skip an update, otherwise for the norm.
-        """
-        reshard(self.model)
-        self._refuse_thawed()
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        if self.late:
-            self.late.exchange()
-        norm = clip_grad_norm(self.model.parameters(), max_norm)
-        self._count_skipped()
-        if stop:
-            stop.read()
-        steppers = self.inner if self.zero1 else self.optimizers  # a wrapper may do more than its .optim
-        if self.scaler.is_enabled() or not all(map(skips_on_device, steppers, self.optimizers)):
-            return norm.item()
-        return norm.as_subclass(Norm)
-
-    def _refuse_thawed(self):
-        """Raises UserError if parameters were frozen or unfrozen after the constructor ran."""
-        if odd := {p for p, trained in self._trained.items() if p.requires_grad != trained}:
-            names = [name for name, p in self.model.named_parameters() if p in odd]
-            raise UserError(f"requires_grad of {listed(names)} has changed since TrainState began, and "
-                            "neither the optimizers nor the other processes would follow: set it before "
-                            "make_optimizers, and don't change it later. To freeze parameters for some "
-                            "steps, set p.grad = None in those steps, see docs/changing.md.")
-
-    def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
-        """Steps the optimizers, unless the gradient norm is 0 or not finite; it must be the same on all
-        ranks. Then clears the gradients and updates the average. Raises RunError if the gradient was not
-        finite MAX_SKIPPED times in a row; if the norm is still on the device, the next clip_gradients does.
-        """
-        if self.late:
-            self.late.leave_out()
-        on_device = isinstance(grad_norm, Norm)
-        steps = (grad_norm > 0) & (grad_norm < math.inf)
-        for optimizer, inner in zip(self.optimizers, self.inner):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("scale", 1.0)
-            if on_device:
-                inner.found_inf = 1.0 - steps.float()  # GradScaler sets it the same way
-                optimizer.step()
-                del inner.found_inf
-            elif steps:
-                optimizer.step()
-        self.clear_gradients()
-        self.scaler.update()  # unscale_ has looked for inf and NaN
-        if self.ema:
-            self.ema.update()
-        self._norm = HostCopy(grad_norm) if on_device else grad_norm
-        if not on_device:
-            self._count_skipped()
-        if not self._checked:  # if a checkpoint can't hold the state, fail now, not hours later
-            self.plain_values()
-            self._checked = True
-
-    @property
-    def updated(self) -> bool:
-        """Whether the gradient of the last step was finite. The host waits for it."""
-        self._count_skipped()
-        return self._updated
-
-    def _count_skipped(self):
-        if self._norm is None:
-            return
-        self._updated = math.isfinite(self._norm)
-        self._norm = None
-        if not self.scaler.is_enabled() or self.scaler.get_scale() < 1:  # fp16 tries smaller scales first
-            self.skipped = 0 if self._updated else self.skipped + 1
-        if self.skipped >= self.MAX_SKIPPED:
-            raise RunError(f"the gradient was not finite {self.MAX_SKIPPED} times in a row: lower --lr, or "
-                           "use --precision bf16 or fp32, and start again; the run resumes from the newest "
-                           "checkpoint, or from the one before if you delete that.")
-
-    def clear_gradients(self):
-        """Sets all gradients to None. Zeros could be mistaken for the gradients of a step."""
-        params = [p for p in self.model.parameters() if p.grad is not None]  # one pass: the GPU is idle here
-        if isinstance(self.wrapped, DistributedDataParallel):
-            self._views |= {p: p.grad for p in params}
-        for p in params:
-            p.grad = None
-
-    @contextlib.contextmanager
-    def averaged_weights(self):
-        """A context in which the model has the averaged weights, if the run keeps any. Afterwards its buffers
-        are restored, too.
-        """
-        with copied_buffers(self.model):
-            if self.ema:
-                self.ema.swap()
-                reshard(self.model)
-            try:
-                yield
-            finally:
-                if self.ema:
-                    self.ema.swap()
-                reshard(self.model)  # without an average, too: requires_grad is set on shards
-
-    def state_dict(self):
-        """Yields (group, name, tensor, owner) for each tensor of a checkpoint, in the same order on all
-        ranks. If `owner` is None, all ranks have the tensor or a shard of it (DTensor). Otherwise only rank
-        `owner` has it, and the other ranks yield a meta tensor of its shape.
-        """
-        held = self.optimizer_tensors()
-        groups = {"model": self.model.state_dict()}
-        if self.ema:
-            groups |= self.ema.state_dict()
-        if self.late:
-            groups["late"] = self.late.state_dict()
-        if not self.zero1:
-            groups["optimizer"] = held
-        for group, named in groups.items():
-            yield from ((group, name, tensor, None) for name, tensor in named.items())
-        if self.zero1:
-            of_ranks = all_gather({name: tensor.to("meta") for name, tensor in held.items()})
-            for owner, shapes in enumerate(of_ranks):
-                for name, shape in shapes.items():
-                    yield "optimizer", name, held.get(name, shape), owner
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This process's optimizer state by parameter and key, such as `embed.weight/exp_avg`; with ddp also
-        `embed.weight/Q.0` of a list, and the tensors in parameter groups.
-        """
-        values = self._state()
-        if self.ddp:
-            values |= self._group_values()
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def _state(self) -> dict:
-        """This process's optimizer state by parameter and key. Raises RunError for state of anything else."""
-        names = {p: name for name, p in self.model.named_parameters()}
-        states = {}
-        for optimizer in self.inner:
-            for p, state in optimizer.state.items():
-                if p not in names:  # of a tensor the shape, not its numbers
-                    raise RunError(f"{type(optimizer).__name__} keeps state of {getattr(p, 'shape', p)}, "
-                                   "which is no parameter, so no checkpoint can hold it: keep it in "
-                                   "self.state[p] or the group.")
-                for key, value in state.items():
-                    name = f"{names[p]}/{key}"
-                    if isinstance(value, list) and value and all(
-                            isinstance(part, Tensor) or part == [] for part in value):
-                        states |= {f"{name}.{i}": part for i, part in enumerate(value)
-                                   if isinstance(part, Tensor)}
-                    else:
-                        states[name] = value
-        return states
-
-    def _group_values(self) -> dict:
-        """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
-        of_trainer = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
-        return {f"{name}/{key}": value for name, group in self.groups.items()
-                for key, value in group.items() if key not in of_trainer}
-
-    def plain_values(self) -> dict:
-        """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
-        groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold.
-        """
-        values = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
-        if self.zero1:
-            values = functools.reduce(operator.or_, all_gather(values))
-        values |= {name: value for name, value in self._group_values().items()
-                   if repr(value) != self._made.get(name) and not (self.ddp and isinstance(value, Tensor))}
-        refuse_unsaved(values)
-        assert_same("what an optimizer keeps in numbers", json.dumps(values),
-                    "let it sum over all ranks what it computes from gradients or parameters, with "
-                    "torch.distributed.all_reduce, or use --strategy ddp")
-        return values
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict, say):
-        """Copies the tensors of a checkpoint, which rank 0 has read, to all ranks, one by one, so no other
-        rank holds a second copy. A new --ema starts from the weights. A parameter whose saved optimizer state
-        has other names or shapes starts without optimizer state.
-        """
-        assert_same_parameters(self.model, saved)
-        tensors = saved["tensors"]
-        parameters = dict(self.model.named_parameters())
-        self._create_optimizer_state()
-        for name, tensor in tensors["optimizer"].items():
-            owner, _, key = name.rpartition("/")
-            if owner in self.groups:  # a later step than the first may make it
-                self.groups[owner][key] = torch.empty_like(tensor, device=self.world.device)
-        ours = {name: t.shape for group, name, t, _ in self.state_dict() if group == "optimizer"}
-        theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
-        plain = saved["plain"]
-        ours |= dict.fromkeys(self.plain_values())
-        theirs |= dict.fromkeys(plain)
-        changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
-        changed -= self.groups.keys()  # their values always come from the checkpoint
-        if begun := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
-            say(f"WARNING: the optimizer starts from scratch with {listed(sorted(begun))}, because "
-                "what it had saved there is not what it makes in a first step")
-        for group, name, tensor, owner in self.state_dict():
-            source = tensors.get(group, {}).get(name)
-            unlike = source is None or source.shape != tensor.shape
-            if group in ("ema", "kept") and unlike:
-                tensor.copy_(parameters[name])
-            elif name.rpartition("/")[0] in changed or unlike and group != "model":
-                pass  # saved with another --comm or other frozen parameters: it starts from scratch
-            elif owner is None:
-                copy_from_rank0(tensor, source, self.world)
-            elif (received := transfer(source, 0, owner, self.world)) is not None:
-                tensor.copy_(received)
-        for optimizer in self.inner:
-            for name in changed:
-                optimizer.state.pop(parameters.get(name), None)
-        for name, value in plain.items():
-            owner, _, key = name.rpartition("/")
-            if owner in self.groups:
-                self.groups[owner][key] = value
-            for optimizer in self.inner:
-                if (p := parameters.get(owner)) in optimizer.state:
-                    optimizer.state[p][key] = value
-        if self.ema:
-            self.ema.updates = saved["ema_updates"] or saved["step"]  # the run may have had no average
-        if saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
-
-    def _create_optimizer_state(self):
-        """Steps with gradient and learning rate 0, one parameter at a time, to hold only one gradient. The
-        parameter groups stay as they are.
-        """
-        for optimizer in self.inner:
-            before = [dict(group) for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-                for p in group["params"]:
-                    if p.requires_grad:
-                        p.grad = torch.zeros_like(p)
-                        optimizer.step()
-                        p.grad = None
-            for group, values in zip(optimizer.param_groups, before):
-                group.clear()
-                group.update(values)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1268,53 +694,6 @@ def is_in(saved: dict, run_directory: Path) -> bool:
     return Path(saved["path"]).resolve().parent.parent == run_directory.resolve()
 
 
-class RunLock:
-    """Keeps other runs out of a run directory. Rank 0 holds the lock, until it ends in any way."""
-
-    def __init__(self, out: Path):
-        self.out = out
-        self._owner = None
-
-    def acquire(self):
-        """Creates the directory and locks it. Raises UserError if that fails or another run has the lock."""
-        path = self.out / ".lock"  # O_NOFOLLOW: it must not be a link, because its content gets replaced
-        try:
-            (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise (RetryableError if error.errno == errno.ENOSPC else UserError)(
-                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
-        file = self._file = os.fdopen(descriptor, "r+")
-
-        def refuse():
-            with file:
-                raise RetryableError(f"{self.out} is in use by {file.read()}: wait, or choose another --out.")
-
-        if why_not := lock_file(file, refuse):
-            say(f"WARNING: {self.out} is on a file system without locks ({why_not}): make sure that no other "
-                "run writes there")
-        at_end.callback(file.close)  # by then Checkpoints has written everything
-        with suppress(OSError):  # on a full disk the lock works without its owner's name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {HOST} since {time.strftime('%F %T')}".encode())
-        self._owner = path.read_bytes()
-        for leftover in (self.out / "checkpoints").glob(".tmp-*"):
-            name = leftover.name.removeprefix(".tmp-")
-            if name == "best.pt" or CHECKPOINT.fullmatch(name):
-                leftover.unlink()
-
-    def lost(self) -> bool:
-        """Whether the directory was moved, removed or taken by another run after this process locked it."""
-        if self._owner is None:  # only rank 0 has the lock
-            return False
-        try:
-            return (self.out / ".lock").read_bytes() != self._owner
-        except FileNotFoundError:
-            return True
-        except OSError:  # the disk is unreachable: the save will fail, too, and the next one tries again
-            return False
-
-
 class Checkpoints:
     """Writes a run's checkpoints, such as `step_00001000_loss2.3456_20261120_143022.pt`, and links best.pt.
 
@@ -1325,8 +704,6 @@ class Checkpoints:
     `scaler`, `step`, `samples`, `loss`, and what `metadata` in startup/run.py adds.
     """
 
-    unwritten: ClassVar[list[futures.Future]] = []  # the last job of this process, in a list
-
     def __init__(self, run_directory: Path, world: World, keep_last: int, say, lost=lambda: False):
         self.lost = lost  # RunLock.lost
         self.run_directory = run_directory
@@ -1336,7 +713,7 @@ class Checkpoints:
         self.say = say
         self._copies = {group: {} for group in GROUPS}  # tensors by group and name, on the CPU
         self._thread = futures.ThreadPoolExecutor(1, "checkpoints")
-        at_end.callback(wait_for_writing)  # runs before the RunLock is released
+        process.at_end.callback(wait_for_writing)  # runs before the RunLock is released
         self.saved_step: int | None = None  # the newest step that has been saved, or is being saved
         self._newest: Path | None = None  # its file
         self.files: dict[int, Path] = {}  # the checkpoints at the start, by step
@@ -1378,9 +755,9 @@ class Checkpoints:
                 os.rename(damaged, f"{damaged}.damaged")
         return saved
 
-    def resume(self, saved: dict | None, state: TrainState) -> tuple[int, int]:
-        """Restores the checkpoint `saved` into `state`, if there is one. Returns the number of steps and of
-        samples that are done.
+    def resume(self, saved: dict | None, state) -> tuple[int, int]:
+        """Restores the checkpoint `saved` into `state`, a TrainState (training/state.py), if there is one.
+        Returns the number of steps and of samples that are done.
         """
         if not saved:
             return 0, 0
@@ -1410,9 +787,10 @@ class Checkpoints:
             if lowest != marked and (marked in left or not best.exists()):
                 self._link(best, files[lowest])
 
-    def save(self, step: int, state: TrainState, meta: dict):
-        """Checks that parameters are in sync, copies the state tensor by tensor, and lets a thread write it
-        with `meta`: plain values, the step's loss among them. Does nothing if the step is already saved.
+    def save(self, step: int, state, meta: dict):
+        """Checks that parameters are in sync, copies `state`, a TrainState, tensor by tensor, and lets a
+        thread write it with `meta`: plain values, the step's loss among them. Does nothing if the step is
+        already saved.
         """
         if step == self.saved_step:
             return
@@ -1422,7 +800,7 @@ class Checkpoints:
         say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a checkpoint")
         # Until the last checkpoint is written, its copies are in use. That may take longer than --timeout, so
         # all ranks wait in many short collectives.
-        while any(reduce_sum([not all(job.done() for job in self.unwritten)], world)):
+        while any(reduce_sum([not all(job.done() for job in process.unwritten)], world)):
             time.sleep(0.02)
         of_rank0 = [self.lost(), self._unlinked]
         dist.broadcast_object_list(of_rank0, src=0)  # not on_rank0: its store is gone if torchrun was killed
@@ -1484,7 +862,7 @@ class Checkpoints:
                 self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
                          "again at the next save")
 
-        Checkpoints.unwritten = [self._thread.submit(job)]
+        process.unwritten = [self._thread.submit(job)]
 
     def _write(self, path: Path, content: dict, begun: float):
         for key, tensor in self._copies["model"].items():
@@ -1519,8 +897,8 @@ def wait_for_writing():
     """Waits until the last checkpoint is written; after a failure at most 15 s, because torchrun kills the
     process after 30 s.
     """
-    waiting_is_short = one_has_failed() or launched and at_end.exit_code
-    futures.wait(Checkpoints.unwritten, timeout=15 if waiting_is_short else None)
+    waiting_is_short = process.one_has_failed() or process.launched and process.exit_code
+    futures.wait(process.unwritten, timeout=15 if waiting_is_short else None)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1661,73 +1039,3 @@ class Metrics:
     def state_dict(self) -> dict:
         """The plain values for a checkpoint. All ranks call this."""
         return {"loss": self.reduce()["loss"], "samples": self._samples}
-
-
-def refuse_odd_metric(metric: Callable, values):
-    """Raises UserError unless `values`, which the trainer's `metric` returned, is {name: (sum, count)}."""
-    if not isinstance(values, dict):  # such as None, if it has no `return`
-        values = {getattr(metric, "__name__", "NAME"): values}
-    for name, value in values.items():
-        dimensions = []
-        with suppress(TypeError, ValueError, RuntimeError):
-            dimensions = [torch.as_tensor(part).ndim for part in value]
-        if dimensions != [0, 0]:
-            raise UserError(f"the metric {name} is not a pair of a sum and its count: return "
-                            f'{{"{name}": (sum, count)}}.')
-        if "/" in name or name.endswith(" (count)"):
-            raise UserError(f"a metric cannot be called {name}: choose a name without / and (count).")
-
-
-@torch.no_grad()
-def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[str, float] | None:
-    """Evaluates the first --eval-batches (0: all) of each validation set, with the averaged weights if the
-    run keeps any. All ranks call this. Returns means, such as `val_loss` over all sets together and
-    `val_loss/NAME` over each named set; None if a stop signal cut it short.
-
-    `run.metric` is the trainer's own function: metric(model, *micro_batch) returns {name: (sum, count)},
-    numbers or scalar tensors. Both are summed over batches and ranks, and `val_NAME` is sum / count. Raises
-    UserError if a name is taken.
-
-    Each evaluation starts with the same random state, so that a model that draws random numbers gets the same
-    results after a resume.
-    """
-    args, model, world = run.args, state.model.eval(), state.world
-    reserved = {"samples", "exact", "correct", "best_metric"}  # a metric can't have these names
-    token_bytes = torch.from_numpy(run.dataset.tokenizer.token_bytes).to(world.device)
-    seed_step(args.seed, 0, world.rank)
-    totals = Counter()
-    of_names = {}
-    with state.averaged_weights():
-        for name, shards in run.dataset.val.items():
-            sums = Counter()
-            limit = args.eval_batches * args.eval_batch  # rows
-            for micro_batch in validation_batches(shards, run.batch, world, limit, masker):
-                _, batch_sums = model(*micro_batch)
-                # not if the trainer's own model has another loss, or if its rows aren't text
-                in_nats = hasattr(batch_sums["loss"], "in_nats") and not run.dataset.vocab_size
-                own = run.metric(model, *micro_batch) if run.metric else {}
-                refuse_odd_metric(run.metric, own)
-                monitor.refuse_taken([*batch_sums, *own, *reserved - batch_sums.keys()])
-                for key, value in own.items():
-                    batch_sums |= {key: value[0], f"{key} (count)": value[1]}
-                labels = micro_batch[-1]
-                learned = labels >= 0
-                batch_sums["labels"] = learned.sum()
-                known = labels.clamp(0, len(token_bytes) - 1)  # `dataset.vocab_size` may be larger
-                batch_sums["bytes"] = (token_bytes[known] * learned).sum()
-                sums.update({key: torch.as_tensor(value, dtype=torch.float64, device=world.device)
-                             for key, value in batch_sums.items()})
-                if stop.vote():
-                    break
-            assert_same("the list of results", json.dumps([*sums]),
-                        "return the same names for every batch")
-            sums["bytes"] *= getattr(shards, "byte_ratio", 1)
-            sums = dict(zip(sums, reduce_sum([*sums.values()], world)))  # waits for the device
-            totals.update(sums)
-            if name:
-                of_names |= {f"{key}/{name}": value
-                             for key, value in monitor.results_of(sums, in_nats).items()}
-            if stop.agreed:
-                break
-    model.train()
-    return None if stop.agreed else monitor.results_of(totals, in_nats) | of_names

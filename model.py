@@ -12,7 +12,7 @@ MLP, V rows of the embedding table. Two choices shape every layer:
 Sections of this file, and what uses them:
 
     layers                     Linear, rotary positions, Block: the models
-    how a model computes       compute_dtype, use_device: ddp_utils.set_modes, weights/use.py
+    how a model computes       use_device: set_modes in training/strategies.py, weights/use.py
     the loss                   linear_cross_entropy: each model's forward
     what a model must provide  LanguageModel, CausalLM: base classes of the models
     HRM, GPT-2, MLM            one trainer each
@@ -26,7 +26,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -36,13 +36,11 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cli.errors import UserError
-from cli.flags import flag
-from data import document_bounds
 from ops.adam_atan2 import AdamAtan2
-from ops.attention import cpu_attention
+from ops.attention import BandMask, cpu_attention
 from ops.cross_entropy import LinearCrossEntropy
-from ops.device import cpu_is_faster_in_bf16
+from ops.device import uses_flex
+from ops.documents import document_bounds
 
 # -----------------------------------------------------------------------------------------------------------
 # Layers
@@ -120,8 +118,8 @@ LONGEST_PLAIN = 4096  # tokens; for longer sequences torch's kernel takes less m
 def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None = None,
                    after: int | None = None):
     """The attention mask for tokens idx (B, T): position i of row b sees position j if sees(b, 0, i, j).
-    Returns a BlockMask with `flex`, otherwise bool (B, 1, T, T). A position sees at most `before` positions
-    back and `after` positions ahead (None: no limit); ops/attention.py skips the rest.
+    Returns a BlockMask with `flex`, otherwise a BandMask (ops/attention.py) of bool (B, 1, T, T). A position
+    sees at most `before` positions back and `after` positions ahead (None: no limit).
     """
     B, T = idx.shape
     if flex:
@@ -131,9 +129,7 @@ def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None =
         return compiled_once(create_block_mask)(sees, B, None, T, T, device=idx.device)
     t = torch.arange(T, device=idx.device)
     b = torch.arange(B, device=idx.device)[:, None, None, None]
-    mask = sees(b, 0, t[:, None], t)
-    mask.reach = before, after
-    return mask
+    return BandMask(sees(b, 0, t[:, None], t), before, after)
 
 
 class Block(nn.Module):
@@ -160,10 +156,14 @@ class Block(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask=None) -> Tensor:
         """Attention over q, k, v (B, H, T, D); returns (B, H, T, D). `mask` is a BlockMask, or bool with True
-        where attention is allowed, or floats that are added to the scores. Without a mask, attention is
-        causal. On CPUs, bfloat16 without a float mask uses ops/attention.py, which is faster than torch.
+        where attention is allowed (also in a BandMask), or floats that are added to the scores. Without a
+        mask, attention is causal. On CPUs, bfloat16 without a float mask uses ops/attention.py, which is
+        faster than torch.
         """
         is_causal = mask is None and q.size(2) > 1
+        before, after = None, 0 if is_causal else None
+        if isinstance(mask, BandMask):
+            mask, before, after = mask
         dropout = self.dropout if self.drops_attention and self.training else 0.0
         if mask is not None and not isinstance(mask, Tensor):
             return self.flex_attention(q, k, v, block_mask=mask)
@@ -172,7 +172,7 @@ class Block(nn.Module):
         if not self.cpu_attention or q.dtype != torch.bfloat16 or dropout or long or floats:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout,
                                                   is_causal=is_causal)
-        return self.cpu_attention(q, k, v, mask, is_causal)
+        return self.cpu_attention(q, k, v, mask, before, after)
 
     def dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -215,18 +215,6 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 # -----------------------------------------------------------------------------------------------------------
 # How a model computes
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of --precision. `auto` means bf16 if the hardware is faster in it (CUDA from sm80, most CPUs
-    with avx512_bf16), otherwise fp32.
-    """
-    if precision == "auto":
-        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
-                else cpu_is_faster_in_bf16())
-        precision = "bf16" if fast else "fp32"
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    return getattr(torch, names.get(precision, precision))  # checkpoints store torch's names
 
 
 def use_device(model: nn.Module, device: torch.device, dtype: torch.dtype, checkpointing: str = "none",
@@ -314,6 +302,20 @@ def init_normal(weight: Tensor, std: float):
 DROPOUT = "probability of dropping an activation in training"
 
 
+class ConfigError(ValueError):
+    """A configuration that cannot work. A trainer prints it as one sentence; exit code 2."""
+
+    exit_code = 2
+
+
+def flag(default, help: str, type=None):
+    """A field of a configuration that is also a command-line flag of the trainer, with this default and help
+    (see flag_group in cli/parser.py). Give `type`, choices or a function, if the value is neither a number
+    nor a switch.
+    """
+    return field(default=default, metadata={"help": help, "type": type})
+
+
 @dataclass
 class ModelConfig:
     vocab_size: int = 50257  # ids in use; the embedding table has `padded_vocab` rows
@@ -327,26 +329,18 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.depth > 100_000:  # at this depth, Python's overhead is half a minute per step
-            raise UserError(f"a token would pass through {self.depth:,} blocks, which takes hours per step "
+            raise ConfigError(f"a token would pass through {self.depth:,} blocks, which takes hours per step "
                             "on any machine: lower --n-layer or the cycles to at most 100,000 blocks in all.")
         if self.padded_vocab < self.vocab_size:
-            raise UserError(f"an embedding table of {self.padded_vocab} rows is too small for the "
+            raise ConfigError(f"an embedding table of {self.padded_vocab} rows is too small for the "
                             f"tokenizer's {self.vocab_size} ids: use another --tokenizer or --size.")
 
     @property
     def head_dim(self) -> int:
-        """Channels per attention head. Raises UserError unless it is an even integer."""
+        """Channels per attention head. Raises ConfigError unless it is an even integer."""
         if self.d_model % (2 * self.n_head):
-            raise UserError(f"--d-model {self.d_model} must be a multiple of 2 x --n-head {self.n_head}.")
+            raise ConfigError(f"--d-model {self.d_model} must be a multiple of 2 x --n-head {self.n_head}.")
         return self.d_model // self.n_head
-
-    def uses_flex(self, device: torch.device) -> bool:
-        """Whether `device` can run FlexAttention, which skips the blocks that a mask excludes. It needs
-        Triton, head_dim ≥ 16 and, for head_dim > 64, more shared memory than GPUs before sm_80 have.
-        """
-        if device.type != "cuda" or self.head_dim < 16:
-            return False
-        return torch.cuda.get_device_capability(device) >= ((7, 5) if self.head_dim <= 64 else (8, 0))
 
 
 @dataclass
@@ -393,9 +387,9 @@ class LanguageModel(nn.Module):
       `forward(idx, targets)` with targets (B, T), as the loader yields them, returns the objective to
       differentiate and a dictionary of detached scalars, including `loss` in nats. All are sums over the
       targets ≥ 0. The log divides the scalars by the number of targets and shows them as NAME and val_NAME.
-      Don't use the names labels, bytes, samples, correct, exact, accuracy or bits_per_byte, which evaluations
-      fill themselves. With `per_token` the objective is not summed: it has a value per target (B, T).
-      CausalLM implements `forward` for models with `hidden` and `head_weight`.
+      Don't use the names labels, bytes, samples, nats, correct, exact, accuracy or bits_per_byte, which
+      evaluations fill themselves. With `per_token` the objective is not summed: it has a value per target
+      (B, T). CausalLM implements `forward` for models with `hidden` and `head_weight`.
     * Every parameter gets a gradient in every step, even if it is 0. All ranks call the same collectives.
     * Let layers inherit `Block` and define `block`: only these are compiled, recomputed
       (--checkpoint-activations) and sharded one by one, and Muon trains only their matrices (including an
@@ -461,23 +455,25 @@ class CausalLM(LanguageModel):
             return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
         after = None if c.attention == "prefix" else 0
-        return attention_mask(sees, idx, flex and cache is None and c.uses_flex(idx.device), after=after)
+        flex = flex and cache is None and uses_flex(c.head_dim, idx.device)
+        return attention_mask(sees, idx, flex, after=after)
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor,
              reduction: str = "sum") -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the objective for states (B, T, C) and targets (B, T), and a dictionary of detached sums.
         Targets below 0 are ignored. The objective is a scalar, or with the reduction "none" has a value for
-        each target (B, T). The sums are `loss` in nats and, when evaluating pairs, the number of `samples`
-        and how many of them are `exact`: every target of the sample has the largest logit. An override that
-        does not take `reduction` works, but not with `per_token`.
+        each target (B, T). The sums are `loss` in nats and, in evaluation, the same as `nats`; on pairs also
+        the number of `samples` and how many of them are `exact`: every target of the sample has the largest
+        logit. An override that does not take `reduction` works, but not with `per_token`.
         """
         c = self.config
         hits = c.response >= 0 and not self.training
         objective, loss, correct = linear_cross_entropy(
             hidden, self.head_weight, targets, c.vocab_size, z_loss=self.z_loss, hits=hits,
             compiled=self.compile_loss, logits=self.own_logits, reduction=reduction)
-        loss.in_nats = True  # so evaluations can report bits per byte
         sums = {"loss": loss}
+        if not self.training:
+            sums["nats"] = loss  # so evaluations can report perplexity and bits per byte
         if hits:
             number, _, _ = document_bounds(idx, c.start, c.response)
             learned = targets >= 0
@@ -508,11 +504,11 @@ class CausalLM(LanguageModel):
 
 
 def int_range(flag: str, text, lowest: int) -> tuple[int, int]:
-    """Parses '2:5' as (2, 5) and '5' as (5, 5). Raises UserError if it is neither, or below `lowest`."""
+    """Parses '2:5' as (2, 5) and '5' as (5, 5). Raises ConfigError if it is neither, or below `lowest`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text))
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not lowest <= low <= high:
-        raise UserError(f"{flag} {text}: give a number of {lowest} or more, or a range such as {lowest}:5.")
+        raise ConfigError(f"{flag} {text}: give a number of {lowest} or more, or a range such as {lowest}:5.")
     return low, high
 
 
@@ -926,7 +922,8 @@ class MLM(LanguageModel):
         """Returns the logits (B, T, vocab_size) of idx (B, T). Given masked positions (B, K), int64, and
         labels (B, K), returns the objective at those positions and a dictionary of detached sums instead. The
         objective is a scalar, or with `per_token` has a value for each label (B, K). The sums are `loss` in
-        nats and, in evaluation, the number of `correct` labels. Labels below 0 are ignored.
+        nats and, in evaluation, the same as `nats` and the number of `correct` labels. Labels below 0 are
+        ignored.
         """
         c, x = self.config, self.hidden(idx)
         if positions is not None:  # select whole rows: backward then sorts B · K indices instead of B · K · C
@@ -939,8 +936,10 @@ class MLM(LanguageModel):
         objective, loss, correct = linear_cross_entropy(
             x, self.embed.weight, labels, c.vocab_size, self.head_bias, self.z_loss, hits=not self.training,
             compiled=self.compile_loss, reduction="none" if per_token else "sum")
-        loss.in_nats = True
-        return objective, {"loss": loss} if self.training else {"loss": loss, "correct": correct.sum()}
+        sums = {"loss": loss}
+        if not self.training:
+            sums |= {"nats": loss, "correct": correct.sum()}
+        return objective, sums
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The states (B, T, C) of idx (B, T) after the last norm."""
@@ -963,7 +962,7 @@ class MLM(LanguageModel):
         def nearby(b, h, i, j):
             return together(b, h, i, j) & ((i - j).abs() <= half)
 
-        flex = c.uses_flex(idx.device)
+        flex = uses_flex(c.head_dim, idx.device)
         half = c.window // 2
         return [attention_mask(together, idx, flex), attention_mask(nearby, idx, flex, half, half)]
 
@@ -993,11 +992,11 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     """Returns the optimizers of --optimizer `name`: `adamw` (fused), `adam-atan2`, or `muon`, which trains
     the matrices of each Block with Muon and everything else with AdamW. Weight decay applies to matrices
     only. A group learns at lr times its `scale`, which is vocab_lr for the embedding table and the head and 1
-    otherwise. Raises UserError if Muon gets no matrices.
+    otherwise. Raises ConfigError if Muon gets no matrices.
     """
     hidden = dict.fromkeys(hidden_matrices(model)) if name == "muon" else {}
     if name == "muon" and not hidden:
-        raise UserError("--optimizer muon trains the matrices of blocks, and no layer of "
+        raise ConfigError("--optimizer muon trains the matrices of blocks, and no layer of "
                         f"{type(model).__name__} inherits Block from model.py: let its layers inherit it, "
                         "or use --optimizer adamw.")
     groups = {}
@@ -1016,22 +1015,6 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
         optimizers.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
     return optimizers
-
-
-def first_values(optimizer: torch.optim.Optimizer) -> dict:
-    """What a step with zero gradients adds to a new optimizer of the same class: entries of its parameter
-    group, and entries of its state that are not tensors. {} if its constructor needs more arguments.
-    """
-    p = nn.Parameter(torch.zeros(2, 2))
-    p.grad = torch.zeros_like(p)
-    before = optimizer.param_groups[0]
-    with contextlib.suppress(Exception):
-        other = type(optimizer)([before | {"params": [p]}], lr=optimizer.defaults["lr"])  # as for zero1
-        other.step()
-        group = other.param_groups[0]
-        return {f"{type(optimizer).__name__}/{key}": value for key, value in (other.state[p] | group).items()
-                if key not in before and (key in group or not isinstance(value, Tensor))}
-    return {}
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: float, schedule: str,

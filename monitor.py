@@ -29,7 +29,7 @@ from pathlib import Path
 from tqdm import tqdm  # comes with datasets
 
 from cli.errors import FAULTS, UserError, access, first_line, run_command, say
-from data import read_json, write_atomically
+from cli.files import read_json, write_atomically
 
 
 def format_known(values: dict, formats: dict[str, str]) -> list[str]:
@@ -150,23 +150,23 @@ def results(metrics: dict) -> list[str]:
     return format_known(metrics, EVALUATION) + own + [", ".join(sets)] * bool(sets)
 
 
-def results_of(sums: dict[str, float], in_nats: bool = True) -> dict[str, float]:
-    """The means to report, from the sums over a validation set. Only a loss `in_nats` per token has a
+def results_of(sums: dict[str, float]) -> dict[str, float]:
+    """The means to report, from the sums over a validation set. `nats`, the cross-entropy of a text, becomes
     perplexity and bits per byte.
     """
     means = {}
     for name, total in sums.items():
         count = sums.get(f"{name} (count)", max(sums["labels"], 1))
-        if name not in ("samples", "exact", "labels", "bytes") and not name.endswith(" (count)"):
+        if name not in ("samples", "exact", "nats", "labels", "bytes") and not name.endswith(" (count)"):
             means[f"val_{name}"] = total / count if count else math.nan
     if "correct" in sums:
         means["val_accuracy"] = means.pop("val_correct")
     if "exact" in sums:
         means["val_exact"] = sums["exact"] / max(sums["samples"], 1)
-    elif in_nats and sums["bytes"] >= 0:  # not NaN; comparable across tokenizers
-        means["val_bits_per_byte"] = sums["loss"] / math.log(2) / max(sums["bytes"], 1)
-    if in_nats:  # unless a metric has that name
-        loss = means["val_loss"]
+    elif "nats" in sums and sums["bytes"] >= 0:  # not NaN; comparable across tokenizers
+        means["val_bits_per_byte"] = sums["nats"] / math.log(2) / max(sums["bytes"], 1)
+    if "nats" in sums:  # unless a metric has that name
+        loss = sums["nats"] / max(sums["labels"], 1)
         means.setdefault("val_perplexity", math.inf if loss > 709 else math.exp(loss))
     return means
 

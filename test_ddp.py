@@ -90,7 +90,7 @@ def problem_in(reports: list[dict]) -> str:
 
 def compare(report: dict):
     """Prints and compares the reports of all ranks. Raises UserError on all ranks if there is a problem."""
-    heartbeat = ddp_utils.heartbeat
+    heartbeat = ddp_utils.process.heartbeat
     reports = [report]
     if heartbeat:
         keys = [f"report {rank}" for rank in range(heartbeat.world_size)]
@@ -118,9 +118,9 @@ def step(what: str, function, *args):
     try:
         return function(*args)
     except RuntimeError as error:
-        if not ddp_utils.heartbeat:
+        if not ddp_utils.process.heartbeat:
             raise
-        raise RunError(f"{what} failed: " + (ddp_utils.heartbeat.ask() or (
+        raise RunError(f"{what} failed: " + (ddp_utils.process.heartbeat.ask() or (
             f"{first_line(error)}, but all ranks are alive: machines must reach each other at every port, so "
             "open the firewall between them, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card "
             "that connects them (`ip -4 addr` lists network cards)."))) from None

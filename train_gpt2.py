@@ -32,6 +32,8 @@ from startup.run import (
     start_run,
     use_run,
 )
+from training.evaluation import evaluate
+from training.state import TrainState
 
 # Only `tiny` has been tuned (on two CPU cores). The other shapes are from Radford et al., 2019, and the
 # learning rates from Brown et al., 2020. `steps` gives each about 20 tokens per parameter.
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None):
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     example = model.dummy_inputs(run.batch, world.device)
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
+    state = TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
     log, meta, step, samples = start_run(run, state)
     if is_complete(run, log, step):
         return
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            results = ddp.evaluate(state, run, stop)
+            results = evaluate(state, run, stop)
             if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far

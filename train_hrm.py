@@ -32,6 +32,8 @@ from startup.run import (
     start_run,
     use_run,
 )
+from training.evaluation import evaluate
+from training.state import TrainState
 from weights.levels import show_levels
 
 # Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None):
     fast_vocab = args.init == "identity" and args.optimizer != "muon" and not args.init_from
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay,
                                  VOCAB_LR if fast_vocab else 1.0)
-    state = ddp.TrainState(model, optimizers, run)
+    state = TrainState(model, optimizers, run)
     if state.ema:
         state.ema.constant = args.size == "1b-published"
     log, meta, step, samples = start_run(run, state, bp_steps=[low, high])
@@ -169,7 +171,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            results = ddp.evaluate(state, run, stop)
+            results = evaluate(state, run, stop)
             if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far

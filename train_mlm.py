@@ -34,6 +34,8 @@ from startup.run import (
     start_run,
     use_run,
 )
+from training.evaluation import evaluate
+from training.state import TrainState
 
 # Only `tiny` has been tuned (on two CPU cores). base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")
@@ -119,7 +121,7 @@ def main(argv: list[str] | None = None):
     model = new_model(run, vocab_size=tokenizer.num_ids, eot=tokenizer.eot)
     example = model.dummy_inputs(run.batch, world.device, args.mask_rate)
     optimizers = make_optimizers(model, args.optimizer, args.lr, BETAS, args.weight_decay)
-    state = ddp.TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
+    state = TrainState(model, optimizers, run)  # sets precision, recomputing and compiling
     log, meta, step, samples = start_run(run, state)
     if is_complete(run, log, step):
         return
@@ -140,7 +142,7 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            results = ddp.evaluate(state, run, stop, eval_masker)
+            results = evaluate(state, run, stop, eval_masker)
             if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue
             if log.evaluation(step, samples, results):  # the best so far

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import model
-from data import plan_batch
 from loggers.mfu import PEAK_TFLOPS, flops_per_token
+from startup.batches import plan_batch
 from startup.dry_run import dry_run, empty_model
 from startup.run import settle
 

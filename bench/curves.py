@@ -39,7 +39,8 @@ def nanogpt(args: argparse.Namespace) -> None:
     """Trains by nanoGPT's recipe, and writes lines of metrics.jsonl as ours does."""
     import torch
 
-    from model import compute_dtype, learning_rate, pad_vocab
+    from model import learning_rate, pad_vocab
+    from ops.device import compute_dtype
     spec = importlib.util.spec_from_file_location("nanogpt", args.nanogpt / "model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt"] = module

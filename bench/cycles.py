@@ -16,7 +16,8 @@ import data
 import ddp_utils
 from cli.errors import UserError
 from cli.parser import ArgumentParser, local_path, positive_int
-from model import HRM, compute_dtype, use_device
+from model import HRM, use_device
+from ops.device import compute_dtype
 from weights.levels import by_cycles, draw, means
 from weights.use import load_model
 

@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py t
 from lab import Lab, Unavailable  # noqa: E402
 
 from cli.parser import ArgumentParser, parse_count  # noqa: E402
+from training.strategies import wrap  # noqa: E402
 
 WAYS = ("fp32", "bf16", "late")
 BLOCKS = 12  # tensors of the model; DDP puts them into buckets
@@ -69,7 +70,7 @@ def communicate() -> None:
                 self._under_way = None
 
     model = Sum()
-    wrapped = ddp_utils.wrap(model, world, comm)
+    wrapped = wrap(model, world, comm)
     run = SimpleNamespace(world=world, steps=0, saved=None, args=SimpleNamespace(timeout=300))
     late = Packed(model, [torch.optim.SGD(model.parameters())], run) if comm == "late" else None
     times = []

@@ -28,9 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import data  # noqa: E402
 import ddp_utils  # noqa: E402
 from cli.errors import UserError  # noqa: E402
+from cli.files import cpu_count  # noqa: E402
 from cli.flags import flags_of_model  # noqa: E402
 from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
 from cluster import dry_run  # noqa: E402
@@ -131,7 +131,7 @@ def train(setting: str, lr: str, seed: str, steps: int, args: argparse.Namespace
     command = [sys.executable, ROOT / script, "--data", args.data, "--out", out, "--seed", seed, "--lr", lr,
                "--steps", steps, "--eval-every", max(steps // 4, 1), "--save-every", max(steps // 4, 1),
                "--eval-batches", 0, "--max-new-tokens", 1, "--device", args.device, *flags, *args.flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(data.cpu_count() // args.jobs, 1))}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(cpu_count() // args.jobs, 1))}
     measured = out / "cpu_seconds.txt"
     begun = (out / "metrics.jsonl").exists()  # then this process is not all of the run
     with tempfile.TemporaryFile("w+") as said:
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--equal", choices=("tokens", "flops", "time"), default="tokens")
     parser.add_argument("--flags", type=shlex.split, default=[], help="such as --flags '--ema 0.99'")
-    parser.add_argument("--jobs", type=int, default=data.cpu_count(), help="runs at the same time")
+    parser.add_argument("--jobs", type=int, default=cpu_count(), help="runs at the same time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=local_path, default=Path("runs/learning"))
     parser.add_argument("--picture", type=local_path, help="a PNG of the curves at the best rates")

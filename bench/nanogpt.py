@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cli.files import cpu_count
 from cli.parser import ArgumentParser, local_path
-from data import cpu_count
 
 ROOT = Path(__file__).resolve().parent.parent
 THEIRS = ("--device=cpu --compile=False --log_interval=200 --block_size=64 --batch_size=12 --n_layer=4 "

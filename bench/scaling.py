@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from data import cpu_count  # noqa: E402
+from cli.files import cpu_count  # noqa: E402
 
 
 def train(args: argparse.Namespace, processes: int, out: Path) -> tuple[float, str]:

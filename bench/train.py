@@ -54,6 +54,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from training.state import TrainState
+from training.strategies import build_model, copy_weights
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -143,8 +146,8 @@ def ours(args, row, device):
         wrap_fa4()
     made = make_model(args, row, world.device)
     model_class = type(made)
-    model = ddp_utils.build_model(model_class, made.config, world)
-    ddp_utils.copy_weights(model, made.state_dict(), world)
+    model = build_model(model_class, made.config, world)
+    copy_weights(model, made.state_dict(), world)
     del made
     command = train_gpt2.parse_args([  # all trainers have the flags that set_modes reads
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
@@ -153,7 +156,7 @@ def ours(args, row, device):
     ddp_utils.set_modes(model, run)
     if args.wrap_fa4 and device.type == "cuda" and current_flash_attention_impl() != "FA4":
         raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
-    state = ddp_utils.TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
+    state = TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
     extra = {"bp_steps": BP_STEPS} if args.model == "hrm" else {}
@@ -651,7 +654,7 @@ def parse_args() -> argparse.Namespace:
     if args.compile is None:
         args.compile = args.device == "cuda"
     if args.peer_precision is None:
-        from model import compute_dtype
+        from ops.device import compute_dtype
         dtype = compute_dtype(args.precision, torch.device(args.device))
         fp32 = dtype == torch.float32 or args.peer == "nanogpt" and args.device == "cpu"
         args.peer_precision = "fp32" if fp32 else "bf16"

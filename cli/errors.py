@@ -1,11 +1,10 @@
-"""How a command ends: one-sentence errors, exit codes, and what to close at the end of a run."""
+"""How a command fails: one-sentence errors, exit codes, and access to files."""
 
 import contextlib
 import errno
 import functools
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 HOST = os.uname().nodename  # the name of this machine
@@ -90,7 +89,3 @@ def run_command(main):
 
 say = functools.partial(print, flush=True)  # at once, even into a pipe
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; not Ctrl-C
-# What to close when a run ends, the newest first. Code that opens something registers it here; `launch` and
-# `cleanup_on_exit` in ddp_utils.py close it.
-at_end = ExitStack()
-at_end.exit_code = 0  # of the run

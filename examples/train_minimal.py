@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import data
-from model import GPT2, GPT2Config, compute_dtype, learning_rate, make_optimizers, pad_vocab, use_device
+from cli.files import cpu_count
+from model import GPT2, GPT2Config, learning_rate, make_optimizers, pad_vocab, use_device
+from ops.device import compute_dtype
 
 SHARDS, CHECKPOINT = Path("shards/stdlib-bpe4096"), Path("runs/minimal.pt")
 SHAPE = dict(n_layer=4, n_head=2, d_model=128, seq_len=256)
@@ -32,7 +34,7 @@ device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torc
 world = SimpleNamespace(rank=rank, world_size=world_size, device=device)
 if world_size > 1:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.set_num_threads(max(1, data.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun sets 1
+    torch.set_num_threads(max(1, cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun sets 1
 
 def over_all(value: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all processes, in float64."""

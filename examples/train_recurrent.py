@@ -14,8 +14,8 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a copy beside model.py doesn't need this line
 import data
 import ddp_utils as ddp
-from cli.flags import Command, flag, make_parser, parse_flags, uses_model
-from model import Block, CausalConfig, CausalLM, Linear, learning_rate, make_optimizers, rms_norm
+from cli.flags import Command, make_parser, parse_flags, uses_model
+from model import Block, CausalConfig, CausalLM, Linear, flag, learning_rate, make_optimizers, rms_norm
 from startup.dry_run import dry_run
 from startup.run import (
     end_run,
@@ -27,6 +27,8 @@ from startup.run import (
     start_run,
     use_run,
 )
+from training.evaluation import evaluate
+from training.state import TrainState
 from weights.sampling import KVCache
 
 
@@ -110,7 +112,7 @@ def main(argv=None) -> None:
     args, world, checkpoints = run.args, run.world, run.checkpoints
     model = new_model(run, vocab_size=dataset.tokenizer.vocab_size, **dataset.marker_ids)
     example = model.dummy_inputs(run.batch, world.device)
-    state = ddp.TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
+    state = TrainState(model, make_optimizers(model, args.optimizer, args.lr, BETAS, DECAY), run)
     log, meta, step, samples = start_run(run, state)
     state.warm_up(example)
     stop = ddp.StopVote(world)
@@ -122,7 +124,7 @@ def main(argv=None) -> None:
         if due.saving:
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            results = ddp.evaluate(state, run, stop)
+            results = evaluate(state, run, stop)
             if results is None:
                 continue
             if log.evaluation(step, samples, results):  # the best so far

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from cli.errors import FAULTS, UserError
-from data import write_atomically
+from cli.files import write_atomically
 from loggers.machine import why_not
 from monitor import own_keys
 

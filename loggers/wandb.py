@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from cli.errors import FAULTS, UserError, at_end
+from cli.errors import FAULTS, UserError
 from loggers.machine import why_not
 
 
@@ -22,10 +22,12 @@ class WandbRun:
     skips steps that it already has.
     """
 
-    def __init__(self, log):
+    def __init__(self, log, process):
+        """`process` is the ddp_utils.Process that ends: after an error, wandb would drop what isn't sent."""
         settings = log.settings
         self._run = None  # stays None if nothing can be sent
-        at_end.callback(self.close)  # after an error, wandb's process would drop what it hasn't sent
+        self._process = process
+        process.at_end.callback(self.close)
         began = str(settings.get("began")).split()[-1]  # distinguishes directories of the same name
         # if a start was killed, the service of a parent process may still hold its run
         os.environ.pop("WANDB_SERVICE", None)
@@ -49,4 +51,4 @@ class WandbRun:
         run, self._run = self._run, None
         if run:
             with suppress(*FAULTS):
-                run.finish(at_end.exit_code)
+                run.finish(self._process.exit_code)

@@ -6,6 +6,7 @@ what no query sees.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch.autograd.function import once_differentiable
 
 QUERIES = 256  # queries in a block; with a window, a quarter of that
 SUMMED = 512  # terms that a bfloat16 matrix product on a CPU adds up before it rounds
+
+
+class BandMask(NamedTuple):
+    """An attention mask, True where a query sees a key, which is False outside of a band around the diagonal.
+    """
+
+    sees: Tensor  # bool (B, 1, T, T)
+    before: int | None  # a query sees at most so many keys back; None: no limit
+    after: int | None  # and ahead
 
 
 def _aligned(begin: int, end: int) -> int:
@@ -85,16 +95,17 @@ def _columns(parts: list[Tensor], blocks: list[tuple], rows: slice, keys: slice)
     return torch.cat(columns, dim=2)
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, before: int | None,
+                  after: int | None) -> Tensor:
     """Attention of q (B, H, T, D) over k and v (B, H, S, D); returns (B, H, T, D). `mask`, broadcastable to
-    (B, H, T, S), is True where a query sees a key. See Block.attend in model.py.
+    (B, H, T, S), is True where a query sees a key. A query sees at most `before` keys back and `after` keys
+    ahead (None: no limit). See Block.attend in model.py.
     """
-    before, after = (None, 0) if is_causal else getattr(mask, "reach", (None, None))
     q = q * q.size(-1) ** -0.5
     if q.size(2) > QUERIES:
         return _BlockAttention.apply(q, k, v, mask, before, after)
     scores = q @ k.mT
-    if is_causal:
+    if mask is None and after == 0:
         mask = scores.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril()
     if mask is not None:
         scores = scores + torch.where(mask, 0.0, -torch.inf).to(scores.dtype)

@@ -43,3 +43,24 @@ def cpu_is_faster_in_bf16() -> bool:
     """
     has = torch.cpu.get_capabilities().get
     return has("amx_bf16", False) or has("avx512_bf16", False) and not has("avx512_fp16")
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of --precision. `auto` means bf16 if the hardware is faster in it (CUDA from sm80, most CPUs
+    with avx512_bf16), otherwise fp32.
+    """
+    if precision == "auto":
+        fast = (torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda"
+                else cpu_is_faster_in_bf16())
+        precision = "bf16" if fast else "fp32"
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(precision, precision))  # checkpoints store torch's names
+
+
+def uses_flex(head_dim: int, device: torch.device) -> bool:
+    """Whether `device` can run FlexAttention, which skips the blocks that a mask excludes. It needs Triton,
+    head_dim ≥ 16 and, for head_dim > 64, more shared memory than GPUs before sm_80 have.
+    """
+    if device.type != "cuda" or head_dim < 16:
+        return False
+    return torch.cuda.get_device_capability(device) >= ((7, 5) if head_dim <= 64 else (8, 0))

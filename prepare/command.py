@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError, access
+from cli.files import sha256_of
 from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count, positive_int
 from data import (
     SOURCES,
@@ -21,7 +22,6 @@ from data import (
     read_rows,
     read_tokenizer,
     row_of,
-    sha256_of,
     shuffled,
     unigram_entropy,
 )

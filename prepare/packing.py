@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError
-from data import FORMATS, manifest_digest, sha256_of, write_atomically
+from cli.files import sha256_of, write_atomically
+from data import FORMATS, manifest_digest
 
 
 def shard_dtype(vocab_size: int) -> str:

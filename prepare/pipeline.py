@@ -16,19 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import RetryableError, UserError, listed, say
+from cli.files import cpu_count, lock_file, sha256_of, why_not_made, write_atomically
 from data import (
     SHORT_NAMES,
-    cpu_count,
     default_directory,
     default_tokenizer,
     directory_of,
     in_order,
-    lock_file,
     read_manifest,
     read_tokenizer,
-    sha256_of,
-    why_not_made,
-    write_atomically,
 )
 from prepare.packing import ShardWriter, shard_dtype, total, write_manifest
 from prepare.sources import (

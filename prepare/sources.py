@@ -29,14 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.errors import RetryableError, UserError, access, first_line, names_in, say
-from data import (
-    FILE_PREFIXES,
-    SHORT_NAMES,
-    SOURCES,
-    digest_json,
-    sample_digest,
-    sha256_of,
-)
+from cli.files import digest_json, sample_digest, sha256_of
+from data import FILE_PREFIXES, SHORT_NAMES, SOURCES
 from vocab.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many

@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cli.errors import UserError, first_line, from_launcher, say
 from cli.flags import SHARDED, STRATEGIES, flags_of_model
-from data import default_tokenizer, directory_of, plan_batch, read_manifest, sources_of
+from data import default_tokenizer, directory_of, read_manifest, sources_of
 from ddp_utils import list_checkpoints
-from model import MLM, blocks_of, compute_dtype, hidden_matrices, num_params, pad_vocab, use_device
+from model import MLM, blocks_of, hidden_matrices, num_params, pad_vocab, use_device
 from ops import cross_entropy
+from ops.device import compute_dtype
+from startup.batches import plan_batch
 from startup.plan import shape_of, wrapped
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 

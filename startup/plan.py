@@ -11,6 +11,7 @@ from tqdm import tqdm  # comes with datasets
 
 import monitor
 from cli.flags import flag_fields, flags_of_model
+from ddp_utils import process
 from loggers.machine import begin_curves
 from loggers.picture import History
 from loggers.tensorboard import EventFile
@@ -26,7 +27,7 @@ def loggers_of(run, log) -> list:
     begin_curves(log.say)
     loggers = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
     if run.args.wandb:
-        loggers.append(WandbRun(log))
+        loggers.append(WandbRun(log, process))
     return [*loggers, History(log)]
 
 

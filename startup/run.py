@@ -40,33 +40,30 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import ddp_utils
 import monitor
 from cli.errors import FAULTS, HOST, RunError, UserError, access, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cli.parser import without_surrogates
 from cluster.diagnosis import refuse_lone_tasks
-from data import Dataset, directory_of, plan_batch, row_of, run_directory, sources_of, unigram_entropy
+from data import Dataset, directory_of, row_of, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
-    RunLock,
     StopVote,
-    TrainState,
     World,
     all_gather,
     assert_family,
     assert_same,
-    build_model,
     config_of,
     connect,
-    copy_weights,
     find_mismatch,
     init,
     is_in,
+    leave_at_once,
     list_checkpoints,
     load_checkpoint,
     on_rank0,
+    process,
     run_and_wait,
     say_elsewhere,
     step_of,
@@ -74,11 +71,15 @@ from ddp_utils import (
 from loggers.machine import hardware, memory_gb
 from loggers.mfu import MFU
 from loggers.wandb import require_wandb
-from model import compute_dtype, num_params, pad_vocab
-from ops.device import compiles
+from model import num_params, pad_vocab
+from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
+from startup.batches import plan_batch
+from startup.directory import RunLock, run_directory
 from startup.dry_run import before_data
 from startup.plan import loggers_of, say_plan, what_next
+from training.state import TrainState
+from training.strategies import build_model, copy_weights
 from vocab.vocabulary import tokenizer_id
 from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
 from weights.sampling import sample_prompt, write_sample
@@ -354,13 +355,13 @@ def load_data(run: Run, **more) -> Dataset:
     useful = run_and_wait(before_data, run, more)  # with the vocabulary of --tokenizer
 
     def read():
-        if ddp_utils.launched:  # see `stop` in prepare/command.py
-            handler = signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
+        if process.launched:  # see `stop` in prepare/command.py
+            handler = signal.signal(signal.SIGINT, leave_at_once)
         limits = {name: getattr(args, name) for name, kind in FLAGS.items() if kind == OF_DATA}
-        watch = ddp_utils.heartbeat.raise_if_lost if ddp_utils.heartbeat else lambda: None
+        watch = process.heartbeat.raise_if_lost if process.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
                               **limits) for source in sources_of(args.data)]
-        if ddp_utils.launched:
+        if process.launched:
             signal.signal(signal.SIGINT, handler)
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
@@ -506,8 +507,8 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     prints the plan. Returns the log, the metadata of checkpoints, which record `settings`, and the steps and
     samples that are done.
     """
-    if ddp_utils.launched:  # until StopVote, see warm_up
-        signal.signal(signal.SIGINT, ddp_utils.leave_at_once)
+    if process.launched:  # until StopVote, see warm_up
+        signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
     step, samples = run.checkpoints.resume(run.saved, state)

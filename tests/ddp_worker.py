@@ -25,9 +25,12 @@ import startup.run
 import train_hrm
 from cli.errors import RetryableError, RunError, UserError
 from cli.flags import STRATEGIES
-from ddp_utils import StopVote, World, local_shard, reshard
+from ddp_utils import StopVote, World
 from model import HRM, HRMConfig, use_device
+from ops.ema import local_shard
 from startup import dry_run
+from training.state import Norm, TrainState, skips_on_device
+from training.strategies import build_model, copy_weights, reshard, wrap
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling
 
@@ -92,7 +95,7 @@ def check_sync(world: World) -> None:
         model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
     message = raises(RunError, lambda: ddp_utils.assert_in_sync(model))
     assert message.startswith("L.blocks.0.down.weight on rank 1"), message
-    ddp_utils.copy_weights(model, model.state_dict(), world)
+    copy_weights(model, model.state_dict(), world)
     ddp_utils.assert_in_sync(model)
 
 
@@ -126,7 +129,7 @@ def check_gradients(world: World) -> None:
         model = make(**changes)
         if changes.get("halt"):
             torch.nn.init.normal_(model.halt.weight, std=0.1)
-        wrapped = ddp_utils.wrap(model, world)
+        wrapped = wrap(model, world)
         x, y = batch(world.rank)
         for bp_steps in range(2, 6):
             model.zero_grad()
@@ -190,8 +193,8 @@ def check_skips_on_device(world: World) -> None:
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         found = []
         for on_device in (False, True):
-            model = ddp_utils.build_model(HRM, HRMConfig(**TINY), world, strategy)
-            ddp_utils.copy_weights(model, weights, world)
+            model = build_model(HRM, HRMConfig(**TINY), world, strategy)
+            copy_weights(model, weights, world)
             state = train_state(model, world, strategy=strategy, ema=0.9)
             tensors = []
 
@@ -199,7 +202,7 @@ def check_skips_on_device(world: World) -> None:
                 objective, _ = state.wrapped(*batch(world.rank))
                 (objective * (factor if world.rank == 1 or not factor else 1.0)).backward()
                 norm = state.clip_gradients(1.0)
-                assert isinstance(norm, ddp_utils.Norm) == on_device
+                assert isinstance(norm, Norm) == on_device
                 state.optimizer_step(1e-2, norm)
 
             with mock.patch("ddp_utils.skips_on_device", return_value=on_device):
@@ -227,12 +230,12 @@ def check_who_skips_on_device(world: World) -> None:
         model.embed.weight.requires_grad_()
         optimizer = torch.optim.AdamW([model.embed.weight], lr=1e-2, fused=fused)
         run = run_of(world, strategy="zero1")
-        state = ddp_utils.TrainState(model, [optimizer], run)
+        state = TrainState(model, [optimizer], run)
         held = [p for group in state.inner[0].param_groups for p in group["params"]]
         assert ddp_utils.all_gather(len(held)) in ([1, 0], [0, 1])
         model.embed.weight.grad = torch.zeros_like(model.embed.weight)
         with mock.patch.object(torch.Tensor, "is_cuda", True):
-            assert ddp_utils.skips_on_device(state.inner[0], state.optimizers[0]) == on_device
+            assert skips_on_device(state.inner[0], state.optimizers[0]) == on_device
 
 
 def check_zero1_buffers(world: World) -> None:
@@ -254,7 +257,7 @@ def check_zero1_buffers(world: World) -> None:
         before = buffers()
         with state.averaged_weights():
             assert buffers() == before
-        ddp_utils.copy_weights(model, make(seed=1).state_dict(), world)
+        copy_weights(model, make(seed=1).state_dict(), world)
         assert buffers() == before and torch.equal(model.embed.weight, make(seed=1).embed.weight)
 
 
@@ -262,8 +265,8 @@ def check_fp16_shards(world: World) -> None:
     """An infinite gradient in the shard of one rank is skipped by all, and halves the scale of all."""
     for strategy in ("zero2", "zero3", "zero3-offload"):
         config = HRMConfig(**TINY)
-        model = ddp_utils.build_model(HRM, config, world, strategy)
-        ddp_utils.copy_weights(model, make().state_dict(), world)
+        model = build_model(HRM, config, world, strategy)
+        copy_weights(model, make().state_dict(), world)
         model.compute_dtype = torch.float16
         state = train_state(model, world, strategy=strategy, precision="fp16")
 
@@ -290,7 +293,7 @@ def check_fp16_shards(world: World) -> None:
 def check_bf16_gradients(world: World) -> None:
     """They are the mean of what the ranks have computed, to the precision of bfloat16."""
     model = make()
-    wrapped = ddp_utils.wrap(model, world, "bf16")
+    wrapped = wrap(model, world, "bf16")
     (wrapped(*batch(world.rank))[0] / 32).backward()  # the mean over its labels
     alone = make()
     xs, ys = zip(batch(0), batch(1))
@@ -306,8 +309,8 @@ def check_memory(world: World) -> None:
     for strategy in STRATEGIES:
         torch.manual_seed(0)
         config = HRMConfig(**TINY | {"d_model": 64, "ff": 128})
-        model = ddp_utils.build_model(HRM, config, world, strategy)
-        ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
+        model = build_model(HRM, config, world, strategy)
+        copy_weights(model, HRM(config).state_dict(), world)
         trained = train_state(model, world, strategy=strategy)
         trained.wrapped(*batch(world.rank))[0].backward()
         norm = trained.clip_gradients(1.0)
@@ -346,8 +349,8 @@ def check_gathering(world: World) -> None:
     found = {}
     for strategy in ("zero2", "zero3"):
         config = HRMConfig(**TINY)
-        model = ddp_utils.build_model(HRM, config, world, strategy)
-        ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
+        model = build_model(HRM, config, world, strategy)
+        copy_weights(model, HRM(config).state_dict(), world)
         for _ in range(2):  # two steps
             with Sent() as sent:
                 for _ in range(3):  # micro-batches
@@ -379,8 +382,8 @@ def check_bf16_shards(world: World) -> None:
         found = {}
         for strategy, comm in (("zero3", "fp32"), ("zero3", "bf16"), ("zero2", "bf16")):
             whole = make(**changes)
-            model = ddp_utils.build_model(HRM, whole.config, world, strategy, comm)
-            ddp_utils.copy_weights(model, whole.state_dict(), world)
+            model = build_model(HRM, whole.config, world, strategy, comm)
+            copy_weights(model, whole.state_dict(), world)
             use_device(model, world.device, torch.bfloat16)
             with Sent() as sent:
                 objective = model(*batch(world.rank), bp_steps=5)[0]
@@ -476,8 +479,8 @@ def differing_depth(world: World, agree: bool) -> None:
     """A forward pass with zero3 in which rank 0 wants one cycle and rank 1 wants all. If each goes its own
     way, rank 1 waits for parameters that rank 0 does not send."""
     config = HRMConfig(**TINY | {"halt": True})
-    model = ddp_utils.build_model(HRM, config, world, "zero3")
-    ddp_utils.copy_weights(model, HRM(config).state_dict(), world)
+    model = build_model(HRM, config, world, "zero3")
+    copy_weights(model, HRM(config).state_dict(), world)
     wish, decide = torch.tensor(float(world.rank)), model.everyone_halted
     model.everyone_halted = lambda remaining: decide(wish) if agree else not wish.item()
     with torch.no_grad():

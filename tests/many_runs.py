@@ -19,7 +19,8 @@ from runs import module_of
 import ddp_utils
 import startup.run
 from cluster.late import Late
-from ddp_utils import TrainState, local_shard
+from ops.ema import local_shard
+from training.state import TrainState, clip_grad_norm
 
 
 def clip_alone(parameters, max_norm):
@@ -39,7 +40,7 @@ def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
 
 def inf_at(step, rank=None):
     """Like clip_grad_norm, but the gradient of one step is not finite, on one rank or on all."""
-    steps, plain = itertools.count(1), ddp_utils.clip_grad_norm
+    steps, plain = itertools.count(1), clip_grad_norm
 
     def clip_grad_norm(parameters, max_norm):
         parameters = list(parameters)

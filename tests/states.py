@@ -6,6 +6,7 @@ import ddp_utils
 import startup.run
 import train_hrm
 from model import make_optimizers
+from training.state import TrainState
 
 
 def flags_of(trainer, argv: list[str]):
@@ -22,11 +23,11 @@ def run_of(world, **changes) -> SimpleNamespace:
     return SimpleNamespace(args=args, world=world, say=print, saved=None)
 
 
-def train_state(model, world, **changes) -> ddp_utils.TrainState:
+def train_state(model, world, **changes) -> TrainState:
     """As a trainer makes it, for run_of(world, **changes)."""
     run = run_of(world, **changes)
     ddp_utils.set_modes(model, run)
     optimizers = make_optimizers(model, run.args.optimizer, run.args.lr, train_hrm.BETAS,
                                  run.args.weight_decay)
-    state = ddp_utils.TrainState(model, optimizers, run)
+    state = TrainState(model, optimizers, run)
     return state

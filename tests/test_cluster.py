@@ -18,9 +18,9 @@ import pytest
 from conftest import ROOT, finish, run, start
 from processes import Group, fork
 
-import data
 import test_ddp
 from cli.errors import UserError
+from cli.files import cpu_count
 from cluster import heartbeat
 from prepare.pipeline import prepare
 
@@ -336,7 +336,7 @@ def test_slurm_job_queues_itself_again(tmp_path):
     assert ended.code == 0 and ended.out == "saved\nscontrol requeue 7\n", ended.out
 
 
-@pytest.mark.skipif(not shutil.which("taskset") or data.cpu_count() < 2, reason="needs taskset and two cores")
+@pytest.mark.skipif(not shutil.which("taskset") or cpu_count() < 2, reason="needs taskset and two cores")
 def test_slurm_gives_the_step_the_cpus_of_the_job(tmp_path):
     """With a stand-in for srun of 22.05 to 23.02: one CPU for each task, unless srun itself is told."""
     for name, text in {

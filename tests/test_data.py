@@ -36,9 +36,11 @@ from conftest import ROOT, SHARED, finish, place, run, start, torchrun
 import data
 import model
 from cli.errors import RetryableError, UserError
+from cli.files import write_atomically
 from cli.parser import ArgumentParser, parse_count
 from prepare import command as data_py
 from prepare import packing, pipeline, sources
+from startup.batches import plan_batch
 from vocab import bpe, tokenizer_json
 from vocab.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
 from vocab.vocabulary import EOT, MASK
@@ -414,14 +416,14 @@ def test_two_processes_prepare_the_same_directory(many, undisturbed, tmp_path):
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    data.write_atomically(path, b"old")
+    write_atomically(path, b"old")
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
-        data.write_atomically(path, b"new")
+        write_atomically(path, b"new")
     assert tree(tmp_path) == {"file": b"old"}
 
 
@@ -952,7 +954,7 @@ def one_rank(shards) -> tuple[data.Shards, list]:
 @pytest.mark.parametrize("world_size, batch", SPLITS)
 def test_the_global_batch_is_the_same_on_any_number_of_ranks(one_rank, world_size, batch):
     shards, expected = one_rank
-    _, batch, grad_accum = data.plan_batch(world_size, 16, batch, None, 16, 16)
+    _, batch, grad_accum = plan_batch(world_size, 16, batch, None, 16, 16)
     assert world_size * batch * grad_accum == 16
     assert global_batches(shards, world_size, batch, grad_accum, len(expected)) == expected
     assert global_batches(shards, world_size, batch, grad_accum, 3, samples=5 * 16) == expected[5:8]
@@ -1114,23 +1116,23 @@ def test_an_error_of_the_reading_thread_reaches_the_trainer(dataset, monkeypatch
 
 def test_a_batch_larger_than_a_share_names_the_global_batch_that_it_needs():
     with pytest.raises(UserError, match="Use --batch 2 --grad-accum 1, or --global-batch 256."):
-        data.plan_batch(8, None, 32, None, 16, 8)
-    assert data.plan_batch(8, 256, 32, None, 16, 8) == (256, 32, 1)
+        plan_batch(8, None, 32, None, 16, 8)
+    assert plan_batch(8, 256, 32, None, 16, 8) == (256, 32, 1)
 
 
 def test_plan_batch_always_divides_or_says_what_does():
     for world_size, wanted, batch, grad_accum in itertools.product(
             range(1, 10), [None, *range(1, 40), 512], [None, 1, 3, 4, 8], [None, 1, 2, 5]):
         try:
-            plan = data.plan_batch(world_size, wanted, batch, grad_accum, 48, 8)
+            plan = plan_batch(world_size, wanted, batch, grad_accum, 48, 8)
         except UserError as error:
             first, *second = str(error).split(": ")[-1].split(", or --global-batch ")
             if second:
                 other = int(second[0].rstrip("."))
-                assert data.plan_batch(world_size, other, batch, grad_accum, 48, 8)[0] == other
+                assert plan_batch(world_size, other, batch, grad_accum, 48, 8)[0] == other
             advice = dict(re.findall(r"--([a-z-]+) (\d+)", first))
             said = [int(advice.get(name, 0)) or None for name in ("global-batch", "batch", "grad-accum")]
-            plan = data.plan_batch(world_size, said[0] or wanted or 48, *said[1:], 48, 8)
+            plan = plan_batch(world_size, said[0] or wanted or 48, *said[1:], 48, 8)
         else:
             assert (batch or plan[1], grad_accum or plan[2]) == plan[1:]
             if wanted or batch and grad_accum or 48 % world_size == 0:
@@ -1145,17 +1147,17 @@ def test_every_recipe_fits_any_number_of_processes(trainer):
     rows = [*getattr(module, "RECIPES", module.SIZES).values()]
     for row, world_size in itertools.product(rows, [*range(1, 10), 12, 16, 24, 64]):
         wanted = row["global_batch"]
-        found, batch, grad_accum = data.plan_batch(world_size, None, None, None, wanted, row["batch"])
+        found, batch, grad_accum = plan_batch(world_size, None, None, None, wanted, row["batch"])
         assert found == world_size * batch * grad_accum and 1 <= batch <= row["batch"]
         assert found == wanted if wanted % world_size == 0 else abs(found - wanted) < world_size + wanted / 20
-        assert data.plan_batch(world_size, None, None, None, found, row["batch"])[0] == found  # a resume
+        assert plan_batch(world_size, None, None, None, found, row["batch"])[0] == found  # a resume
 
 
 @pytest.mark.parametrize("world_size, wanted, largest, plan", [
     (5, 512, 32, (520, 26, 4)), (7, 512, 32, (525, 25, 3)), (5, 16, 8, (15, 3, 1)),
     (6, 768, 24, (768, 16, 8)), (64, 16, 8, (64, 1, 1)), (3, 1024, 64, (1062, 59, 6))])
 def test_a_recipe_that_does_not_divide_gets_a_large_micro_batch(world_size, wanted, largest, plan):
-    assert data.plan_batch(world_size, None, None, None, wanted, largest) == plan
+    assert plan_batch(world_size, None, None, None, wanted, largest) == plan
 
 
 # -----------------------------------------------------------------------------------------------------------

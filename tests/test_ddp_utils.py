@@ -35,10 +35,13 @@ import train_gpt2
 from cli.errors import RunError, UserError
 from cluster import diagnosis
 from ddp_utils import Checkpoints, World, list_checkpoints, load_checkpoint, read_checkpoint
-from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, compute_dtype, use_device
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, use_device
 from ops import attention, device
+from ops.device import compute_dtype
 from startup import dry_run
+from startup.directory import RunLock
 from startup.plan import say_plan, what_next
+from training.state import Norm, TrainState, skips_on_device
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "skipped_updates",
@@ -135,7 +138,7 @@ def test_only_files_of_a_run_are_deleted(tmp_path, world):
         (tmp_path / "checkpoints" / f"step_00000003_loss{loss}_20261120_143022.pt").touch()
     for killed in (f".tmp-{first}", ".tmp-best.pt"):
         (tmp_path / "checkpoints" / killed).touch()
-    lock = ddp_utils.RunLock(tmp_path)
+    lock = RunLock(tmp_path)
     lock.acquire()
     lock._file.close()
     save(tmp_path, world, state, steps=(123456789,), keep_last=1)
@@ -251,7 +254,7 @@ def test_an_error_right_after_a_save_leaves_the_checkpoint(tmp_path, world, monk
 
     @ddp_utils.cleanup_on_exit
     def main(argv):
-        locks.append(ddp_utils.RunLock(tmp_path))
+        locks.append(RunLock(tmp_path))
         locks[0].acquire()
         checkpoints = Checkpoints(tmp_path, world, 3, said.append, locks[0].lost)
         checkpoints.save(1, make_state(world), META)
@@ -630,7 +633,7 @@ def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits)
             with waits() as found:
                 norm = train_a_step(state, stop, world, step)
             assert found == ["item", "__float__"]  # the norm and the vote of the step before
-            assert state._norm is not None and isinstance(norm, ddp_utils.Norm)
+            assert state._norm is not None and isinstance(norm, Norm)
         with waits() as found:
             assert state.updated and state.updated and state._norm is None
         assert found == ["item"]
@@ -663,7 +666,7 @@ def test_who_may_skip_an_update_on_the_device():
     def may(optimizer, *groups) -> bool:
         hooks = {name: getattr(optimizer, name, {}) for name in (
             "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
-        return ddp_utils.skips_on_device(optimizer, SimpleNamespace(param_groups=groups or [on_gpu], **hooks))
+        return skips_on_device(optimizer, SimpleNamespace(param_groups=groups or [on_gpu], **hooks))
 
     fused = [kind(params, fused=True) for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)]
     assert all(map(may, fused))
@@ -700,7 +703,7 @@ def test_what_a_wrapper_does_beside_a_step_is_skipped_too(world):
     """By the host, which asks the wrapper, and not the optimizer inside, whether it can skip."""
     model = ddp_worker.make()
     fused = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    state = ddp_utils.TrainState(model, [Lookahead(fused)], run_of(world))
+    state = TrainState(model, [Lookahead(fused)], run_of(world))
     with mock.patch("ddp_utils.skips_on_device", lambda optimizer, _: type(optimizer) is torch.optim.AdamW):
         for factor in (1.0, math.inf):
             before = [p.detach().clone() for p in model.parameters()]
@@ -740,7 +743,7 @@ def test_an_update_is_skipped_the_right_way_round(world):
         before = [p.detach().clone() for p in state.model.parameters()]
         for p in state.model.parameters():
             p.grad = torch.ones_like(p)
-        state.optimizer_step(1e-2, torch.tensor(factor).as_subclass(ddp_utils.Norm))
+        state.optimizer_step(1e-2, torch.tensor(factor).as_subclass(Norm))
         assert all(map(torch.equal, before, state.model.parameters())) == (not moves)
         assert state.updated == math.isfinite(factor)
 
@@ -749,7 +752,7 @@ def test_a_norm_on_the_device_is_used_as_a_number():
     """By whoever copies a trainer: it compares, computes, formats and prints. float() makes it one for json
     and numpy.
     """
-    norm = torch.tensor(0.75).as_subclass(ddp_utils.Norm)
+    norm = torch.tensor(0.75).as_subclass(Norm)
     assert f"{norm:.2f} {norm:>8.1e} {norm}" == f"{0.75:.2f} {0.75:>8.1e} {0.75}" == "0.75  7.5e-01 0.75"
     assert str(norm) == repr(norm) == "0.75" and f"{[norm]}" == "[0.75]"
     assert 0 < norm < 1 and norm == 0.75 and norm != 1 and not norm > 2 and norm and norm > norm - 1

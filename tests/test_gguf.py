@@ -12,8 +12,7 @@ from conftest import ROOT
 from runs import Trainer
 
 from cli.errors import UserError
-from cli.flags import flag
-from model import GPT2, HRM, MLM, num_params
+from model import GPT2, HRM, MLM, flag, num_params
 from prepare.pipeline import prepare
 from vocab.tokenizer import load_tokenizer, prompt_ids
 from weights.huggingface import HF_FAMILIES, to_hf

@@ -26,6 +26,7 @@ import train_mlm
 from cli.errors import UserError, local_rank
 from cluster import heartbeat
 from cluster.diagnosis import explain
+from training.evaluation import refuse_odd_metric
 from weights import use
 
 GPT2 = Trainer("train_gpt2.py", steps=2, save_every=2, eval_every=2, eval_batches=1, max_new_tokens=5)
@@ -222,9 +223,9 @@ def test_a_metric_that_is_no_sum(found):
         pass
 
     with pytest.raises(UserError, match=r"^the metric own is .* return .\"own\": .sum, count"):
-        ddp_utils.refuse_odd_metric(own, found)
+        refuse_odd_metric(own, found)
     for right in {"own": (1, 2)}, {"own": (torch.ones((), requires_grad=True), numpy.float32(2))}:
-        ddp_utils.refuse_odd_metric(own, right)
+        refuse_odd_metric(own, right)
 
 
 def test_a_metric_that_returns_nothing(shards, tmp_path):

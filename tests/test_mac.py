@@ -15,7 +15,7 @@ from conftest import ROOT
 from processes import Group
 from runs import Trainer, log_of
 
-import data
+from cli.files import cpu_count
 from cluster import roll_call
 from loggers import machine
 
@@ -112,7 +112,7 @@ def test_a_trainer_with_calls_of_linux_alone_does_not_train(shards, tmp_path):
 def test_each_name_that_is_guarded_is_gone_and_does_without(mac, tmp_path):
     from ops.device import keep_freed_memory
     keep_freed_memory()
-    assert data.cpu_count() == os.cpu_count()
+    assert cpu_count() == os.cpu_count()
     with socket.socket() as end:
         roll_call.keep_alive(end)
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3

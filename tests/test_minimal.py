@@ -13,7 +13,7 @@ from conftest import ROOT
 from processes import fork
 from runs import Trainer, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
 
-from model import compute_dtype
+from ops.device import compute_dtype
 from prepare.pipeline import prepare
 
 # four micro-batches on one process, two on each of two; seven steps, killed in the fifth

@@ -34,7 +34,6 @@ from model import (
     HRMConfig,
     Linear,
     Stack,
-    compute_dtype,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,
@@ -43,6 +42,7 @@ from model import (
     rms_norm,
 )
 from ops.adam_atan2 import AdamAtan2
+from ops.device import compute_dtype
 from ops.ema import EMA
 from vocab import bpe
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json

@@ -24,9 +24,9 @@ import pytest
 import torch
 from conftest import ROOT, finish, kill, start
 
-import data
 import monitor
 from cli.errors import UserError, run_command
+from cli.files import write_atomically
 from loggers import machine, picture
 from loggers.command import main, summarize
 from loggers.machine import GB, MB, read_machine
@@ -548,7 +548,7 @@ def test_a_disk_that_fills_up_costs_the_curves_and_not_the_run(tmp_path, monkeyp
 def test_a_disk_that_is_full_for_a_while_costs_no_record(tmp_path, monkeypatch, capsys):
     """Also not the last one, and not where half a line was written."""
     log = begun(tmp_path)
-    real = data.write_atomically
+    real = write_atomically
 
     class Full:
         def write(self, text):
@@ -1041,7 +1041,7 @@ def test_a_run_that_draws_its_picture_while_the_command_does(tmp_path, capsys, m
 
     def fsync(descriptor):
         monkeypatch.setattr(os, "fsync", real)
-        data.write_atomically(tmp_path / "training_history.png", b"of the run")
+        write_atomically(tmp_path / "training_history.png", b"of the run")
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)

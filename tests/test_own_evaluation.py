@@ -31,10 +31,12 @@ import ddp_utils
 import model as model_module
 import monitor
 from cli.errors import UserError
-from ddp_utils import TrainState, list_checkpoints, read_checkpoint
+from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.command import summarize
-from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, compute_dtype
+from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
+from ops.device import compute_dtype
 from prepare.pipeline import prepare
+from training.state import TrainState
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
 

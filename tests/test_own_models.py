@@ -26,15 +26,10 @@ import model as model_module
 import monitor
 import startup.run
 from cli.errors import RunError, UserError
-from ddp_utils import (
-    Checkpoints,
-    TrainState,
-    list_checkpoints,
-    load_checkpoint,
-    read_checkpoint,
-)
+from ddp_utils import Checkpoints, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
+from training.state import TrainState
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
 

@@ -20,6 +20,7 @@ import data
 from cli.errors import UserError
 from model import GPT2, HRM, Block, GPT2Config, HRMConfig
 from ops.attention import cpu_attention
+from ops.documents import document_bounds
 from prepare import packing, pipeline, sources
 from vocab import vocabulary
 from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
@@ -600,7 +601,7 @@ def test_packed_samples_are_computed_as_if_alone(build, dtype, plain):
     logits, largest = model(idx).float(), model(idx).float().abs().max()
     compared = 0
     for row, found in zip(idx, logits):
-        number = data.document_bounds(row[None], START, RESPONSE)[0][0]
+        number = document_bounds(row[None], START, RESPONSE)[0][0]
         for document in number.unique():
             here = number == document
             alone = model(row[here][None]).float()[0]
@@ -642,7 +643,7 @@ def test_rows_beyond_the_last_do_not_count():
 def test_control_a_label_inside_the_next_prefix(monkeypatch):
     """If the start of the next sample were part of this one, a response would see its own label."""
     idx = torch.tensor([[START, 1, RESPONSE, 4, START, 6, RESPONSE, 7] + [START] * (T - 8)])
-    model, documents = gpt2(), data.document_bounds
+    model, documents = gpt2(), document_bounds
     logits = model(idx)
     idx[0, 5] = 9  # a token of the next prompt
     assert torch.equal(model(idx)[0, 3], logits[0, 3])

@@ -27,6 +27,7 @@ from test_data import bins, read_documents, read_split
 
 import data
 from cli.errors import UserError
+from cli.files import sha256_of
 from prepare import command as data_py
 from prepare import packing, pipeline, sources
 from prepare.pipeline import prepare
@@ -658,7 +659,7 @@ def test_text_that_was_appended_is_trained_on_as_the_guide_says(here, name, rank
     done = train(second)
     assert done.code == 0 and "starting from runs/diary/checkpoints/" in done.out, done.out
     manifest = data.read_manifest(here / "shards" / "diary-diary")
-    assert manifest["tokenizer"]["sha256"] == data.sha256_of(here / "runs" / "diary" / "tokenizer.json")
+    assert manifest["tokenizer"]["sha256"] == sha256_of(here / "runs" / "diary" / "tokenizer.json")
     held_out = text("diary-diary", "val").splitlines()[1:]
     assert b"the 89. night of autumn" in held_out and b"the 899. day of spring" in held_out
     assert not any(line in trained for line in held_out)

@@ -25,7 +25,8 @@ import startup.run
 import train_gpt2
 from cli.errors import UserError
 from ddp_utils import list_checkpoints
-from model import GPT2, compute_dtype
+from model import GPT2
+from ops.device import compute_dtype
 from prepare.pipeline import prepare
 from startup import dry_run
 from startup.run import refuse_together, settle

@@ -34,6 +34,7 @@ from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.mfu import examples_of
 from prepare.pipeline import prepare
 from startup import dry_run
+from training.state import TrainState
 from weights import sampling
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)
@@ -382,7 +383,7 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
     begun = {}
     monkeypatch.setattr(train_hrm, "start_run", lambda *arguments: SimpleNamespace(say=print))
     monkeypatch.setattr(train_hrm, "is_complete", lambda *arguments: False)
-    monkeypatch.setattr(ddp_utils.TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
+    monkeypatch.setattr(TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
     monkeypatch.setattr(ddp_utils, "StopVote", lambda world: 1 / 0)  # and no more
     with pytest.raises(ZeroDivisionError):
         train(0, shards, tmp_path / "run", h_cycles="1:6")

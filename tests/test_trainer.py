@@ -20,6 +20,7 @@ import startup.run
 from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
+from training.strategies import build_model
 from weights.sampling import KVCache, has_usual_loss
 from weights.use import load_model
 
@@ -219,7 +220,7 @@ def test_buffers_have_the_values_that_the_model_gave_them():
             self.blocks[1].register_buffer("kept", torch.arange(3.0))
 
     config = RecurrentConfig(**TINY)
-    built, again = (ddp_utils.build_model(Mine, config, WORLD) for _ in range(2))
+    built, again = (build_model(Mine, config, WORLD) for _ in range(2))
     expected = dict(Mine(config).named_buffers())
     for name, buffer in built.named_buffers():
         assert torch.equal(buffer, dict(again.named_buffers())[name]), name
@@ -242,7 +243,7 @@ def test_what_cannot_be_built_without_memory_is_refused():
 
     for model_class, nouns in ((Tied, "embed.weight and head.weight"), (Derived, "buffer twice of Derived")):
         with pytest.raises(UserError, match=nouns):
-            ddp_utils.build_model(model_class, RecurrentConfig(**TINY), WORLD)
+            build_model(model_class, RecurrentConfig(**TINY), WORLD)
 
 
 def test_muon_takes_the_matrices_of_blocks_wherever_these_are():

@@ -22,20 +22,22 @@ from conftest import ROOT, finish, start
 from processes import Group, fork
 from runs import PUBLISHED, Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
 
-import data
 import ddp_utils
 import startup.run
 import train_gpt2
 import train_hrm
 import train_mlm
 from cli.errors import UserError
-from cli.flags import flag, make_parser, parse_flags
+from cli.files import lock_file
+from cli.flags import make_parser, parse_flags
 from cli.parser import flag_group, parse_count
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
-from model import GPT2Config, compute_dtype
+from model import GPT2Config, flag
 from monitor import read_config
+from ops.device import compute_dtype
 from prepare import command as prepare_command
+from startup.directory import RunLock
 from startup.run import FLAGS
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
@@ -205,13 +207,13 @@ def test_a_file_system_without_locks_is_said_and_the_first_run_gives_way(tmp_pat
 def test_a_lock_that_is_held_is_never_taken(tmp_path):
     """Also not where nobody can be told, as after `| head`: a closed pipe is no file system without locks."""
     with open(tmp_path / "lock", "a") as held, open(tmp_path / "lock", "a") as other:
-        assert data.lock_file(held, pytest.fail) == ""
+        assert lock_file(held, pytest.fail) == ""
 
         def say():
             raise BrokenPipeError
 
         with pytest.raises(BrokenPipeError):
-            data.lock_file(other, say)
+            lock_file(other, say)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -220,7 +222,7 @@ def test_a_lock_of_the_same_run_is_not_lost(tmp_path, world, monkeypatch, full):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    lock, path = ddp_utils.RunLock(tmp_path / "run"), tmp_path / "run" / ".lock"
+    lock, path = RunLock(tmp_path / "run"), tmp_path / "run" / ".lock"
     assert not lock.lost()  # as on the other ranks
     with monkeypatch.context() as patch:
         if full:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import monitor
 from cli.errors import UserError, say
-from data import digest_json, directory_of, read_manifest, sources_of, write_atomically
+from cli.files import digest_json, write_atomically
+from data import directory_of, read_manifest, sources_of
 
 # A template of huggingface_hub, in Jinja.
 CARD = """---

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cli.errors import UserError, access, first_line, listed, names_in, say
-from data import read_json
+from cli.files import read_json
 from model import (
     GPT2,
     HRM,

@@ -8,18 +8,9 @@ import torch
 from torch import nn
 
 from cli.errors import UserError, listed
-from ddp_utils import (
-    Run,
-    apply_modes,
-    assert_family,
-    build_model,
-    config_of,
-    copy_weights,
-    load_checkpoint,
-    on_rank0,
-    run_and_wait,
-)
+from ddp_utils import Run, assert_family, config_of, load_checkpoint, on_rank0, run_and_wait
 from model import VOCAB_TENSORS, ModelConfig
+from training.strategies import build_model, copy_weights, set_modes
 from vocab.tokenizer import GPT2_DIGEST, load_tokenizer
 from vocab.vocabulary import tokenizer_id, tokenizer_in
 from weights.huggingface import HF_FAMILIES, config_from_hf, from_hf
@@ -247,7 +238,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
         raise UserError(f"{checkpoint['path']} is not a {model_class.__name__} (only one of them has "
                         f"{odd[0]}): load it with its own class.")
     copy_weights(frozen, checkpoint["weights"], run.world)
-    apply_modes(frozen, run.args, run.world)
+    set_modes(frozen, run.args, run.world)
     frozen.loaded_from = {source: checkpoint.get("step")}
     return frozen.requires_grad_(False).eval()
 

@@ -8,9 +8,10 @@ from tqdm import tqdm  # comes with datasets
 from cli.errors import FAULTS
 from cli.flags import SHARDED
 from data import Shards, validation_batches
-from ddp_utils import Run, StopVote, TrainState, World, reduce_sum
+from ddp_utils import Run, StopVote, World, reduce_sum
 from loggers.machine import why_not
 from loggers.picture import figure_class, save_picture
+from training.state import TrainState
 
 MOST_ROWS = 100  # rows of each level that the end of a run evaluates, almost 600 sums
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of cycles in the table

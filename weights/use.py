@@ -22,18 +22,17 @@ from ddp_utils import (
     Run,
     StopVote,
     World,
-    apply_modes,
     assert_same_parameters,
-    build_model,
     config_of,
-    copy_weights,
-    evaluate,
     list_checkpoints,
     read_checkpoint,
     run_and_wait,
 )
-from model import GPT2, MLM, compute_dtype, num_params, use_device
+from model import GPT2, MLM, num_params, use_device
+from ops.device import compute_dtype
 from prepare.pipeline import LARGER_SPLIT
+from training.evaluation import evaluate
+from training.strategies import build_model, copy_weights, set_modes
 from vocab.packages import needed
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
 from weights.card import write_card
@@ -121,7 +120,7 @@ def use_model(run: Run):
     changes = {"eval_cycles": args.eval_cycles} if vars(args).get("eval_cycles") else {}
     model = load_model(model_class, saved, world, args.strategy if args.eval_only else "ddp", **changes)
     args.compile = False  # compiling takes longer than an answer
-    apply_modes(model, args, world)
+    set_modes(model, args, world)
     model.eval()
     if world.is_rank0:
         monitor.say_changes(run, functools.partial(print, file=sys.stderr, flush=True))

@@ -9,7 +9,7 @@ import pytest
 from processes import Group
 from runs import Trainer, assert_same_run, steps_of
 
-from data import sha256_of
+from cli.files import sha256_of
 from ddp_utils import list_checkpoints, read_checkpoint
 
 TRACEBACK = "[rank0]: Traceback"  # the thread of TensorBoard cannot be kept from printing one of its own

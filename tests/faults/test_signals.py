@@ -25,6 +25,7 @@ import data
 import ddp_utils
 import model
 import startup.run
+from cli.files import sha256_of
 from ddp_utils import list_checkpoints, read_checkpoint
 from prepare import pipeline
 from prepare.packing import ShardWriter
@@ -104,8 +105,8 @@ def test_prepare(tmp_path, number, workers):
     if goes_on:
         assert Group(*command, out).finish().code == 0
         assert Group(*command, tmp_path / "whole").finish().code == 0
-        assert ([data.sha256_of(path) for path in sorted(out.glob("*.*"))]
-                == [data.sha256_of(path) for path in sorted((tmp_path / "whole").glob("*.*"))])
+        assert ([sha256_of(path) for path in sorted(out.glob("*.*"))]
+                == [sha256_of(path) for path in sorted((tmp_path / "whole").glob("*.*"))])
 
 
 class SlowFromThePiece:

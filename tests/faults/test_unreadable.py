@@ -19,6 +19,7 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half
 
 import data
 from cli.errors import RetryableError, UserError
+from cli.files import fsync_directory, sha256_of
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
 from model import GPT2
@@ -161,7 +162,7 @@ def test_other_files_that_cannot_be_read(trained, tmp_path):
         monitor_command.main([str(tmp_path)])
     (tmp_path / "text.txt").symlink_to("text.txt")
     with pytest.raises(RetryableError, match="text.txt cannot be accessed"):
-        data.sha256_of(tmp_path / "text.txt")
+        sha256_of(tmp_path / "text.txt")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_a_file_system_that_cannot_sync_directories(corpus, tmp_path, monkeypatc
     assert done.code == 0 and "written" not in done.out, done.out
     assert [path.name[5:13] for path in list_checkpoints(tmp_path / "run")] == ["00000008", "00000004"]
     for _ in range(20):
-        data.fsync_directory(tmp_path)
+        fsync_directory(tmp_path)
     assert len(os.listdir("/proc/self/fd")) < before + 20
 
 

@@ -1,0 +1,103 @@
+"""Files that survive a crash, locks, JSON and digests."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from cli.errors import RetryableError, access
+
+
+def fsync_directory(path: Path):
+    """Makes a rename in this directory survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # CIFS, VirtualBox and SMB in WSL cannot sync a directory
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A context with a file to write. It replaces `path` when the context ends, so readers see the old file
+    or the whole new one, even after a crash.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        temporary.unlink(missing_ok=True)  # otherwise a link there could make us write elsewhere
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except Exception:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def lock_file(file, when_held) -> str:
+    """Locks an open file for this process until the file is closed. If another process holds the lock, calls
+    when_held(), which may raise, and then waits. Returns "", or if the file system has no locks its error.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        return error.strerror
+    when_held()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return ""
+
+
+def why_not_made(directory: Path, error: OSError) -> str:
+    """Why a directory cannot be made: a dangling link in its path, or else the system's reason."""
+    for path in (directory, *directory.parents):
+        if os.path.islink(path) and not os.path.exists(path):  # Path's methods would raise here
+            return f"{path} is a link to {os.readlink(path)}, which is not there"
+    return error.strerror
+
+
+def write_atomically(path: Path, *chunks):
+    """Writes a whole file (see `replacing`), or raises RetryableError."""
+    try:
+        with replacing(path) as file:
+            file.writelines(chunks)
+    except OSError as error:
+        raise RetryableError(f"{path} cannot be written: {error.strerror}; free some space or choose another "
+                             "directory, and run the same command again.")
+
+
+def read_json(path: Path):
+    """The content of a JSON file. Raises ValueError if it is not JSON, and OSErrors as in `access`."""
+    with access(path):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sha256_of(path: Path) -> str:
+    with access(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sample_digest(path: Path) -> str:
+    """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with access(path), open(path, "rb") as file:
+        for offset in (0, size // 2, max(size - 65536, 0)):
+            file.seek(offset)
+            digest.update(file.read(65536))
+    return digest.hexdigest()
+
+
+def digest_json(value) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def cpu_count() -> int:
+    """Number of cores that this process may use (on macOS, which doesn't say, all cores)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
