@@ -33,7 +33,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -447,7 +447,7 @@ def say_elsewhere(world: World, text: str):
 @dataclass
 class Run:
     """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in startup/run.py
-    creates it; load_data and open_run complete it. A trainer may set `metric` and `change_data`.
+    creates it; load_data and open_run add the last fields. A trainer may set `metric` and `change_data`.
     """
 
     model_class: type
@@ -461,16 +461,20 @@ class Run:
     out: Path
     saved: dict | None  # the checkpoint to resume or use
     began: str  # when it began, and a random number: an id that branches of the run share
+    text: monitor.TrainLog  # train.log and the screen
     metric: Callable | None = None  # computes other numbers than the loss, see evaluate
     change_data: Callable | None = None  # changes the Dataset, see load_data
     flops_factor: float = 1.0  # FLOPs of a step / FLOPs of a training pass of the model alone
-    dataset: Dataset | None = None  # load_data sets it
-    steps: int = 0  # open_run sets this and the following ones
-    global_batch: int = 0  # sequences per step, over all processes
-    batch: int = 0  # sequences per micro-batch
-    grad_accum: int = 0  # micro-batches per step, on each process
-    checkpoints: "Checkpoints | None" = None
-    text: monitor.TrainLog | None = None  # train.log and the screen
+    dataset: Dataset = field(init=False)  # load_data sets it
+    steps: int = field(init=False)  # open_run sets this and the following ones
+    global_batch: int = field(init=False)  # sequences per step, over all processes
+    batch: int = field(init=False)  # sequences per micro-batch
+    grad_accum: int = field(init=False)  # micro-batches per step, on each process
+    checkpoints: "Checkpoints" = field(init=False)
+
+    def __getattr__(self, name: str):  # Python calls this only for what is missing
+        raise AttributeError(f"run.{name} is not known yet: load_data sets run.dataset, open_run the steps, "
+                             "the batch sizes and the checkpoints", name=name, obj=self)
 
     def say(self, text: str):
         """Prints `text` and appends it to train.log, on rank 0."""

@@ -8,17 +8,14 @@ start quickly.
 
 In this file, and who calls it:
 
-    what a trainer reports   read_metrics and the names of numbers: ddp_utils, the log and loggers/
-    the code of a run        its copies in the run directory, its changes, its commit: ddp_utils and weights/
-    the log                  RunLog, and step_line, the line of a step: the trainers, through ddp_utils
+    what a trainer reports   read_metrics and the names of numbers: evaluations, the log and loggers/
+    the log                  RunLog, and step_line, the line of a step: the trainers
 """
 
-import filecmp
+import io
 import json
 import math
 import os
-import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -186,51 +183,6 @@ def records_until(run_directory: Path, step: int, say) -> list[dict]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# The code of a run
-
-
-def project_files(trainer: Path) -> dict[str, Path]:
-    """The imported files of the project, by their names in a run directory: trainer.py for `trainer` (unless
-    it was typed into a notebook), model/NAME for all others.
-    """
-    trainer = trainer.resolve()
-    files = {"trainer.py": trainer} if trainer.is_file() else {}
-    for folder in (Path(__file__).resolve().parent, trainer.parent):
-        ours = {path.stem for path in folder.glob("*")}
-        for module in sorted(sys.modules):
-            path = folder / f"{module.replace('.', '/')}.py"
-            # check the name first: there are thousands of modules
-            if module.partition(".")[0] in ours and path.is_file() and path != trainer:
-                files[f"model/{path.relative_to(folder)}"] = path
-    return files
-
-
-def say_changes(run, say: Callable[[str], None]):
-    """Says which of project_files differ from the copies kept by the run of `run.saved`."""
-    directory = Path(run.saved["path"]).parent.parent
-    for name, path in project_files(run.trainer).items():
-        kept = directory / name
-        others = name == "trainer.py" and path.name != run.saved["settings"]["trainer"]
-        if others or not kept.is_file():
-            continue
-        with suppress(OSError):  # it's only a note, and diff will say why
-            if filecmp.cmp(kept, path, shallow=False):
-                continue
-        now = os.path.relpath(path)
-        say(f"{now} has changed since: {shlex.join(['diff', str(kept), now])}")
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out in a folder, with -dirty if files differ from it. None if git doesn't
-    answer within a second.
-    """
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            ["git", "--no-optional-locks", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40",
-             "--exclude=*"], capture_output=True, text=True, timeout=1, check=True).stdout.strip()
-
-
-# -----------------------------------------------------------------------------------------------------------
 # The log
 
 
@@ -239,16 +191,23 @@ class TrainLog:
     but only rank 0's (`active`) prints and writes.
     """
 
-    def __init__(self, path: Path, prefix: str, active: bool = True):
+    def __init__(self, prefix: str, active: bool = True):
         self.active = active
+        self._file = io.StringIO()  # keeps the text until `open`
         self._prefix = prefix
         self._days = {}  # the date of the last entry on the screen and in the file
         self._steps = 0  # steps of the run, see begin
         self._bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints calls say, too
-        if active:
+
+    def open(self, path: Path):
+        """Appends what has been said so far to the file, and from now on everything."""
+        if self.active:
             with access(path):
-                self._file = open(path, "a", buffering=1, encoding="utf-8", errors="replace")
+                early, self._file = self._file, open(path, "a", buffering=1, encoding="utf-8",
+                                                     errors="replace")
+            with suppress(OSError):  # a full disk must not stop training
+                self._file.write(early.getvalue())
 
     def begin(self, step: int, steps: int):
         """Shows a progress bar at `step` of `steps`, if the screen is a terminal."""

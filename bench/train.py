@@ -149,11 +149,10 @@ def ours(args, row, device):
     model = build_model(model_class, made.config, world)
     copy_weights(model, made.state_dict(), world)
     del made
-    command = train_gpt2.parse_args([  # all trainers have the flags that set_modes reads
+    command = train_gpt2.parse_args([  # all trainers have the flags that TrainState reads
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
-    ddp_utils.set_modes(model, run)
     if args.wrap_fa4 and device.type == "cuda" and current_flash_attention_impl() != "FA4":
         raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
     state = TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import FAULTS, HOST, RunError, UserError, access, say
+from cli.errors import FAULTS, HOST, RunError, UserError, say
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cli.parser import without_surrogates
 from cluster.diagnosis import refuse_lone_tasks
@@ -75,6 +75,7 @@ from model import num_params, pad_vocab
 from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
 from startup.batches import plan_batch
+from startup.code import run_files, say_changes
 from startup.directory import RunLock, run_directory
 from startup.dry_run import before_data
 from startup.plan import loggers_of, say_plan, what_next
@@ -274,7 +275,8 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     kept = ("tokenizer", "resume", "wanted_batch", "largest_batch")
     given = {name: value for name, value in command.given.items() if FLAGS.get(name) != NEW or name in kept}
     return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
-               command.rows.get(args.size, {}), given, out, saved, began)
+               command.rows.get(args.size, {}), given, out, saved, began,
+               monitor.TrainLog(world.prefix, world.is_rank0))
 
 
 def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
@@ -383,8 +385,8 @@ def open_run(run: Run):
     args, world, out = run.args, run.world, run.out
     lock = RunLock(out)
     on_rank0(lock.acquire)
-    run.text = text = monitor.TrainLog(out / "train.log", world.prefix, world.is_rank0)
-    run.checkpoints = Checkpoints(out, world, args.keep_last, text.say, lock.lost)
+    run.text.open(out / "train.log")
+    run.checkpoints = Checkpoints(out, world, args.keep_last, run.say, lock.lost)
     run.saved = saved = run.checkpoints.load(args.resume, run.saved)
     wanted = args.wanted_batch
     run.global_batch, run.batch, run.grad_accum = plan_batch(
@@ -395,10 +397,10 @@ def open_run(run: Run):
         raise UserError(f"a step of {run.global_batch:,} sequences of {args.seq_len} tokens takes hours: "
                         "lower --global-batch, or --batch and --grad-accum.")
     if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
-        text.say(f"{wanted} sequences per step don't divide among {world.world_size} processes: taking "
+        run.say(f"{wanted} sequences per step don't divide among {world.world_size} processes: taking "
                  f"{run.global_batch}")
         if abs(run.global_batch / wanted - 1) > 0.05:
-            text.say(f"WARNING: {run.global_batch} instead of {wanted} sequences per step may need another "
+            run.say(f"WARNING: {run.global_batch} instead of {wanted} sequences per step may need another "
                      "--lr; --global-batch changes the number")
     run.steps = args.steps
     if args.epochs:  # a resumed run has already done some
@@ -408,7 +410,7 @@ def open_run(run: Run):
     usual = run.row.get("steps") or 0
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
-        text.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
+        run.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
                  f"{usual}: --warmup changes it")
 
 
@@ -497,6 +499,8 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
 
 def use_run(run: Run):
     """Uses a run instead of training it: --eval-only, --export, --prompt, --chat or --fill."""
+    if run.world.is_rank0:
+        say_changes(run, functools.partial(print, file=sys.stderr, flush=True))
     if run.args.eval_only:
         load_data(run)
     use_model(run)
@@ -533,7 +537,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
         log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
         if run.saved:
-            monitor.say_changes(run, run.say)
+            say_changes(run, run.say)
         log.begin(step, run_files(run, model, meta))
 
     on_rank0(begin)
@@ -555,33 +559,6 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
         log.say(f"this run is complete after {step} steps: give more to continue (--steps {2 * step} doubles "
                 "them), give another --out to start from scratch, or use the run, such as with --eval-only")
     return complete
-
-
-def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
-    """Returns the files, by name, that rank 0 writes into the run directory:
-
-        copies of the code    all of them when the run begins, later only missing ones
-        tokenizer.json
-        config.json           `meta`, the commands and commits of all starts so far, and the numbers of
-                              parameters and of training tokens
-    """
-    before = monitor.read_config(run.out)
-    commands, commits = [], []
-    with suppress(TypeError, KeyError):  # config.json is damaged
-        commands, commits = [*before["commands"]], [*before["commits"]]
-    if run.trainer.is_file():  # not if main() is in a notebook
-        commands.append(run.command)
-        commits.append(monitor.commit_of(run.trainer.resolve().parent))
-    config = meta | {
-        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
-        "training_tokens": run.dataset.train.num_tokens}
-    text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
-    files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
-    for name, path in monitor.project_files(run.trainer).items():
-        if not run.saved or not (run.out / name).exists():
-            with access(path):
-                files[name] = path.read_bytes()
-    return files
 
 
 def sample(state: TrainState, run: Run, step: int):

@@ -205,7 +205,7 @@ def check_skips_on_device(world: World) -> None:
                 assert isinstance(norm, Norm) == on_device
                 state.optimizer_step(1e-2, norm)
 
-            with mock.patch("ddp_utils.skips_on_device", return_value=on_device):
+            with mock.patch("training.state.skips_on_device", return_value=on_device):
                 for factor in (math.inf, 1.0, 0.0, 1.0, math.nan, -math.inf, 1.0):
                     step(factor)
                     assert state.updated == math.isfinite(factor)

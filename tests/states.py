@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import ddp_utils
 import startup.run
 import train_hrm
 from model import make_optimizers
@@ -26,7 +25,6 @@ def run_of(world, **changes) -> SimpleNamespace:
 def train_state(model, world, **changes) -> TrainState:
     """As a trainer makes it, for run_of(world, **changes)."""
     run = run_of(world, **changes)
-    ddp_utils.set_modes(model, run)
     optimizers = make_optimizers(model, run.args.optimizer, run.args.lr, train_hrm.BETAS,
                                  run.args.weight_decay)
     state = TrainState(model, optimizers, run)

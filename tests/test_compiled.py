@@ -22,10 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import model
 import train_hrm
+import training.state
 from cluster import diagnosis
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops.cross_entropy import LOSS_ROWS, logits_bytes
 from startup import dry_run
+from training.strategies import set_modes
 from weights.sampling import sample_ids
 
 GPU = torch.device("cuda")  # is not touched
@@ -106,7 +108,7 @@ def test_a_block_is_one_graph_under_ddp(world, monkeypatch, cut, graphs):
     """
     compile_ = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="aot_eager"))
-    monkeypatch.setattr(ddp_utils, "wrap", lambda model, *_: nn.parallel.DistributedDataParallel(model))
+    monkeypatch.setattr(training.state, "wrap", lambda model, *_: nn.parallel.DistributedDataParallel(model))
     state = train_state(GPT2(GPT2Config(**SMALL | {"d_model": 768, "n_head": 12})), world, compile=True)
     if cut:
         torch._dynamo.config.optimize_ddp = True
@@ -294,7 +296,7 @@ def test_blocks_stay_compiled_after_many_recompilations(world, raised):
 
     config = torch._dynamo.config
     block = Times()
-    ddp_utils.set_modes(block, run_of(world, compile=True))
+    set_modes(block, run_of(world, compile=True).args, world)
     block.compile(backend="eager")
     limit = config.recompile_limit if raised else 8
     with config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
@@ -316,7 +318,7 @@ def test_gpus_add_up_in_one_order_unless_fast(world, monkeypatch, fast):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         gpu = SimpleNamespace(device=torch.device("cuda", 0))
-        ddp_utils.set_modes(MODELS["gpt2"](), run_of(gpu, fast=fast, compile=False))
+        set_modes(MODELS["gpt2"](), run_of(gpu, fast=fast, compile=False).args, gpu)
         assert torch.are_deterministic_algorithms_enabled() is not fast
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is not fast

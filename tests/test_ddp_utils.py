@@ -427,7 +427,7 @@ def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,
                           args=SimpleNamespace(strategy="ddp", seq_len=8))
     log = SimpleNamespace(out="", finish=lambda *_: None, say=lambda text: None)
-    monkeypatch.setattr(ddp_utils, "what_next", lambda *_: "")
+    monkeypatch.setattr(startup.run, "what_next", lambda *_: "")
     startup.run.end_run(run, log, stop, 1, 1)
     assert sorted(order[:-1]) == ["all_gather", "read"] and order[-1] == "close"
 
@@ -553,10 +553,10 @@ def test_a_model_that_does_not_fit_is_one_sentence(tmp_path, shards):
 def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     """As torch 2.15 says it: the error is no DistError there."""
     lost = SimpleNamespace(ask=lambda: "rank 1 stopped responding.")
-    monkeypatch.setattr(ddp_utils, "heartbeat", lost)
+    monkeypatch.setattr(ddp_utils.process, "heartbeat", lost)
     error = RuntimeError("NCCL operation timed out")
     assert ddp_utils.ending_of(error) == (1, "error: rank 1 stopped responding.", "")
-    monkeypatch.setattr(ddp_utils, "heartbeat", None)
+    monkeypatch.setattr(ddp_utils.process, "heartbeat", None)
     assert ddp_utils.ending_of(error) == (1, "", "RuntimeError: NCCL operation timed out")
 
 
@@ -627,7 +627,7 @@ def test_a_step_waits_for_the_device_once(world, optimizer, waits):
 def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits):
     """In clip_gradients: it reads the norm and the vote of that step, and nothing of its own."""
     state, stop = make_state(world, ema=0.9), ddp_utils.StopVote(world)
-    with mock.patch("ddp_utils.skips_on_device", return_value=True):
+    with mock.patch("training.state.skips_on_device", return_value=True):
         train_a_step(state, stop, world, 0)
         for step in range(1, 4):
             with waits() as found:
@@ -704,7 +704,8 @@ def test_what_a_wrapper_does_beside_a_step_is_skipped_too(world):
     model = ddp_worker.make()
     fused = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     state = TrainState(model, [Lookahead(fused)], run_of(world))
-    with mock.patch("ddp_utils.skips_on_device", lambda optimizer, _: type(optimizer) is torch.optim.AdamW):
+    fused_only = lambda optimizer, _: type(optimizer) is torch.optim.AdamW  # noqa: E731
+    with mock.patch("training.state.skips_on_device", fused_only):
         for factor in (1.0, math.inf):
             before = [p.detach().clone() for p in model.parameters()]
             (state.wrapped(*ddp_worker.batch(0))[0] * factor).backward()

@@ -37,6 +37,7 @@ from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
 from ops.device import compute_dtype
 from prepare.pipeline import prepare
 from training.state import TrainState
+from training.strategies import set_modes
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
 
@@ -344,7 +345,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
     loaded, _ = load_run(GPT2, tmp_path / "run")
     saved = ddp_utils.load_checkpoint(tmp_path / "run", print)
     trained = load_model(GPT2, saved, world)
-    ddp_utils.set_modes(trained, run)
+    set_modes(trained, run.args, run.world)
     x = torch.arange(64).view(2, 32)
     found = [m(x, x, per_token=True)[0] for m in (trained, reference, loaded)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -666,7 +667,7 @@ def test_a_trainer_states_the_flops_of_its_step(shards, tmp_path, monkeypatch):
 def test_only_where_launch_ends_the_process_a_warm_up_takes_ctrl_c_for_itself(launched, world, monkeypatch):
     """Elsewhere it would end the kernel of a notebook."""
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(ddp_utils, "launched", launched)
+    monkeypatch.setattr(ddp_utils.process, "launched", launched)
     model = MODELS["gpt2"]()
     state = TrainState(model, [torch.optim.SGD(model.parameters(), lr=1.0)], run_of(world))
     try:

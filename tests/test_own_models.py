@@ -23,12 +23,11 @@ from train_recurrent import Recurrent
 import data
 import ddp_utils
 import model as model_module
-import monitor
-import startup.run
 from cli.errors import RunError, UserError
 from ddp_utils import Checkpoints, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
+from startup.code import commit_of, run_files
 from training.state import TrainState
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
@@ -1013,7 +1012,7 @@ def test_a_config_that_is_damaged_is_written_anew(tmp_path):
     for text, commands in (("[]", 1), ('{"commands": null}', 1), ('{"commits": null}', 1), ("{", 1),
                            ('{"commands": ["a"]}', 1), ('{"commands": ["a"], "commits": ["b"]}', 2)):
         (tmp_path / "config.json").write_text(text)
-        files = startup.run.run_files(run, model, {})
+        files = run_files(run, model, {})
         config = json.loads(files["config.json"])
         assert files["trainer.py"] == b"\xff = 1\r\n"
         assert len(config["commands"]) == len(config["commits"]) == commands, text
@@ -1042,16 +1041,16 @@ def test_the_commit_of_a_start(tmp_path, monkeypatch):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", tmp_path, *author, *words], check=True, capture_output=True)
 
-    assert monitor.commit_of(tmp_path) is None
+    assert commit_of(tmp_path) is None
     git("init")
     (tmp_path / "a.py").write_text("")
     git("add", "a.py")
     git("commit", "-m", "a")
-    clean = monitor.commit_of(tmp_path)
+    clean = commit_of(tmp_path)
     (tmp_path / "a.py").write_text("1")
-    assert re.fullmatch("[0-9a-f]{40}", clean) and monitor.commit_of(tmp_path) == f"{clean}-dirty"
+    assert re.fullmatch("[0-9a-f]{40}", clean) and commit_of(tmp_path) == f"{clean}-dirty"
     monkeypatch.setenv("PATH", "")
-    assert monitor.commit_of(tmp_path) is None
+    assert commit_of(tmp_path) is None
 
 
 def test_a_trainer_without_a_file_has_no_text(tmp_path):
@@ -1060,7 +1059,7 @@ def test_a_trainer_without_a_file_has_no_text(tmp_path):
     run = SimpleNamespace(out=tmp_path, saved=None, command="python", given={}, dataset=dataset,
                           trainer=tmp_path / "gone.py")
     model = torch.nn.Linear(2, 3)
-    files = startup.run.run_files(run, model, {})
+    files = run_files(run, model, {})
     assert {"config.json", "tokenizer.json", "model/model.py"} <= files.keys() and "trainer.py" not in files
     assert json.loads(files["config.json"])["commands"] == json.loads(files["config.json"])["commits"] == []
 

@@ -305,9 +305,7 @@ def write_sample(model, run, step: int, run_and_wait):
     sharded = args.strategy.startswith(("zero2", "zero3"))
 
     def write() -> str:
-        if not hasattr(run, "contradiction"):  # check once per start; the same ranks come here each time
-            run.contradiction = contradiction(model, world.device, everywhere=sharded)
-        why_not = run.contradiction
+        why_not = contradiction(model, world.device, everywhere=sharded)
         return f"(none: {why_not})" if why_not else "".join(
             samples_of(model, dataset.tokenizer, world.device, prompt, args)[0])
 

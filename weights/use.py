@@ -1,6 +1,5 @@
 """Uses a trained run: --prompt, --chat, --fill, --export, --eval-only, and load_run for your own scripts."""
 
-import functools
 import json
 import os
 import random
@@ -122,8 +121,6 @@ def use_model(run: Run):
     args.compile = False  # compiling takes longer than an answer
     set_modes(model, args, world)
     model.eval()
-    if world.is_rank0:
-        monitor.say_changes(run, functools.partial(print, file=sys.stderr, flush=True))
     with suppress(BrokenPipeError):  # from `--prompt … | head`
         if args.eval_only:
             return evaluate_only(model, run)
