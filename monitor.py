@@ -427,6 +427,11 @@ class RunLog:
         self._tell(lambda logger: logger.close())
 
 
+def main():
+    """Runs `python monitor.py`."""
+    from loggers.command import main as command
+    command()
+
+
 if __name__ == "__main__":
-    from loggers.command import main
     run_command(main)
