@@ -519,8 +519,10 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
     y = np.empty(x.shape, np.int32)
     if epochs is None:
         epochs = 0 * rows
-    # a trainer's own Shards may take the epochs as an additional argument
-    shards.take(rows, x, y, *[epochs] * ("epochs" in inspect.signature(shards.take).parameters))
+    if "epochs" in inspect.signature(shards.take).parameters:  # a trainer's own Shards may want them
+        shards.take(rows, x, y, epochs)
+    else:
+        shards.take(rows, x, y)
     return [x, *masker(x, rows, epochs)] if masker else [x, y]
 
 

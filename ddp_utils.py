@@ -116,8 +116,9 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, BrokenPipeError):  # fine for `--dry-run | head`, a failure for a run
-        running = dist.is_initialized()
-        return int(running), "error: standard output is closed." * running, "its standard output was closed."
+        if not dist.is_initialized():
+            return 0, "", ""
+        return 1, "error: standard output is closed.", "its standard output was closed."
     if isinstance(error, UserError | RunError | ConfigError):
         return error.exit_code, f"error: {error}", str(error)
     if ending := explain(error, process.heartbeat, show_traceback):
@@ -158,7 +159,8 @@ def launch(main):
     for signum in STOP_SIGNALS[:-1]:
         signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
-        time.sleep(1.0 * (local_rank() > 0))  # if local rank 0 fails too, torchrun ends this process here
+        if local_rank() > 0:
+            time.sleep(1.0)  # if local rank 0 fails too, torchrun ends this process here
         print(text, file=sys.stderr, flush=True)
     if process.heartbeat:  # first, because at_end.close() may wait for a checkpoint
         process.heartbeat.stop(reason)

@@ -144,7 +144,7 @@ def results(metrics: dict) -> list[str]:
     sets = [form.format(key.removeprefix(prefix), value) for key, value in metrics.items()
             if key.startswith(prefix)]
     own = [f"{key} {metrics[key]:.4g}" for key in own_keys(metrics) if "/" not in key]
-    return format_known(metrics, EVALUATION) + own + [", ".join(sets)] * bool(sets)
+    return format_known(metrics, EVALUATION) + own + ([", ".join(sets)] if sets else [])
 
 
 def results_of(sums: dict[str, float]) -> dict[str, float]:
@@ -356,7 +356,9 @@ class RunLog:
         self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in evaluations.items()}
         best = min(self.evaluations, key=self.evaluations.get, default=None) == step
         parts = [*results(metrics), f"unigram entropy {self.entropy:.4f}"]
-        self.write(record, " | ".join(parts + ["best so far"] * (best and len(self.evaluations) > 1)))
+        if best and len(self.evaluations) > 1:
+            parts.append("best so far")
+        self.write(record, " | ".join(parts))
         if "val_perplexity" in metrics:  # the loss is in nats per token
             self._warn_of_loss(step, metrics["val_loss"])
         return best

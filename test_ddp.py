@@ -131,7 +131,7 @@ def check_collectives(world: World) -> str:
     size = world.world_size
     base = torch.arange(100_000, dtype=torch.float64, device=world.device)
     reduced = base + world.rank
-    sent = base * (world.rank == size - 1)
+    sent = base if world.rank == size - 1 else torch.zeros_like(base)
     gathered = [torch.empty_like(base) for _ in range(size)]
     dist.all_gather(gathered, reduced)
     dist.all_reduce(reduced)

@@ -72,10 +72,11 @@ class ArgumentParser(argparse.ArgumentParser):
         """Raises UserError for a row of the sizes if a key isn't a flag or its flag refuses the value."""
         for key in row.keys() - {"vocab_size"}:
             value = row[key]
+            option = f"--{key.replace('_', '-')}"
             switch = isinstance(value, bool)
             sets = f"the row {name!r} of the sizes sets {key}={value!r}"
             try:
-                read = self.parse_args([f"--{key.replace('_', '-')}" + f"={value}" * (not switch)])
+                read = self.parse_args([option if switch else f"{option}={value}"])
             except UserError as error:
                 raise UserError(f"{sets}: {error}") from None
             if vars(read) != {key: switch or value}:

@@ -24,7 +24,7 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     """Returns rank, world size, the store at MASTER_ADDR, and this rank's heartbeat if there are others."""
     env = os.environ
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_NODES):
-        value = env.get(name) or "1" * (name in OF_NODES)
+        value = env.get(name) or ("1" if name in OF_NODES else "")
         if not value or name != "MASTER_ADDR" and not value.isdecimal():
             raise UserError(f"{name} is not {'a number' if value else 'set'}: start with torchrun, or give "
                             "each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For a single one, "

@@ -142,7 +142,8 @@ class ShardWriter:
         self.arrays[split] += arrays
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
-        self.counts["read"] += len(tokens) * (split == "train")
+        if split == "train":
+            self.counts["read"] += len(tokens)
         self.counts["documents"] += piece == 0
         self.position = [document, piece + 1]
         if self.tokens[split] >= settings["shard_tokens"]:

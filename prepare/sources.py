@@ -234,7 +234,7 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if prefix in FILE_PREFIXES and where:
         if files := find_files(where, print):
             return prefix, files
-        hint = f": for all files of a directory, give '{dataset}/*'" * Path(where).is_dir()
+        hint = f": for all files of a directory, give '{dataset}/*'" if Path(where).is_dir() else ""
         raise UserError(f"no file matches {where!r}{hint}; if it was prepared elsewhere, copy its directory "
                         "in shards/ to here.")
     if dataset in SHORT_NAMES or prefix == "hf" and where:
@@ -293,7 +293,7 @@ def read_task(source, progress):
         some = random.Random(f"addition {number}")
         untrained = some.random() < UNTRAINED
         level = some.randint(1, LEVELS // 2) + untrained * LEVELS // 2
-        name = f"{'un' * untrained}trained-{level}"
+        name = f"untrained-{level}" if untrained else f"trained-{level}"
         yield (*addition(some, level), name), "val" if untrained else None
 
 

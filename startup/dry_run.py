@@ -110,8 +110,9 @@ def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
     gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
     optimizer = 0 if offload else state if strategy == "ddp" else state / processes
     gradients = held + (outside + block if sharded else max(largest_one, everything - optimizer))
-    averaged = (args.ema > 0) * held
-    late = 2 * everything * (strategy == "ddp" and args.comm == "late")  # the next gradient, the last move
+    averaged = held if args.ema else 0
+    # the next gradient, the last move
+    late = 2 * everything if strategy == "ddp" and args.comm == "late" else 0
     return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
             "other": averaged + late, "activations": activations}  # the first late: copies
 
@@ -214,7 +215,7 @@ memory of a process in GB"""))
         "memory")
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
-    ways = ["a smaller --batch"] * (batch > 1 and fits(one, gigabytes, device))
+    ways = ["a smaller --batch"] if batch > 1 and fits(one, gigabytes, device) else []
     ways += [f"--strategy {strategy}" for strategy in fitting]
     fast = [other for other in kept if fits(table[chosen] | {"activations": kept[other]}, gigabytes, device)]
     ways += [f"--checkpoint-activations {other}" for other in fast]

@@ -77,7 +77,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
   backend     {world.backend} (--backend {settings["backend"]}, on {world.device.type})
   strategy    {settings["strategy"]}
   precision   {settings["precision"]}, no autocast, GradScaler {"on" if state.scaler.is_enabled() else "off"}
-  compile     {"on" if compiled else "off"}{", --fast: resumes aren't exact" * bool(settings["fast"])}
+  compile     {"on" if compiled else "off"}{", --fast: resumes aren't exact" if settings["fast"] else ""}
   recompute   {settings["checkpoint_activations"]} (--checkpoint-activations)
 model and data
   model       {shape_of(model)}

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run
 from processes import fork
 from runs import Trainer, copy_of_the_first_half, evaluations_of, steps_of, tensors_of
 
@@ -42,6 +42,7 @@ OTHER_TYPES = {
                                       "bf16": "use_device(model, device, torch.float32)"},
     "attention by torch's kernel": {"bf16": "model.compute_dtype = torch.bfloat16"},
 }
+NEEDED = "model.py data.py ops vocab cli".split()  # as docs/changing.md says
 LOSS = re.compile(r"step (\d+) \| (loss|validation loss) (\S+)")
 
 
@@ -134,6 +135,23 @@ def test_the_same_bits_whole_and_resumed(tmp_path, request, ranks, kind, precisi
     forgetful = same | {"    optimizer.load_state_dict": "    pass"}
     with pytest.raises(AssertionError):
         assert_same(*run_minimal(tmp_path / "without", shards, ranks, forgetful), tmp_path / "resumed")
+
+
+def test_it_runs_beside_copies_of_few_files(tmp_path, shards):
+    """And computes the same there, as docs/changing.md says, with two processes of torchrun."""
+    alone = tmp_path / "alone"
+    path = minimal(alone, shards, {})
+    for name in NEEDED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, alone / name)
+    done = run(2, path, cwd=alone, PYTHONPATH=None)
+    assert done.code == 0, done.out
+    printed, saved = run_minimal(tmp_path / "here", shards, 2)
+    assert LOSS.findall(done.out) and len(printed) == len(LOSS.findall(done.out))
+    there = torch.load(alone / "run" / "state.pt")
+    assert all(torch.equal(tensor, there["model"][name]) for name, tensor in saved["model"].items())
+    (alone / "vocab" / "tokenizer.py").unlink()  # the control
+    assert run(2, path, cwd=alone, PYTHONPATH=None).code
 
 
 def test_it_is_a_page_and_needs_no_library():

@@ -9,13 +9,15 @@ parameters and FLOPs. `--long` adds the full matrices and compiled blocks.
 import itertools
 import json
 import random
+import shutil
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED
+from conftest import ROOT, SHARED, finish, start
 from runs import Trainer
 from states import flags_of
 from torch import nn
@@ -1254,3 +1256,29 @@ def test_compiled_blocks_compute_the_same():
 def test_auto_is_bf16_where_a_cpu_is_faster_in_it(has, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
     assert compute_dtype("auto", torch.device("cpu")) == dtype
+
+
+ALONE = """
+from model import GPT2, HRM, MLM, make_optimizers
+for family, ff in ((GPT2, {}), (HRM, {"ff": 64}), (MLM, {"ff": 32})):
+    shape = dict(seq_len=16, n_layer=2, n_head=2, d_model=32) | ff
+    model = family(family.Config(vocab_size=60, padded_vocab=64, **shape))
+    optimizer, = make_optimizers(model, "adamw", 1e-3, (0.9, 0.95), 0.1)
+    for step in range(2):
+        objective, sums = model(**model.dummy_inputs(2, "cpu"))
+        objective.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(sums["loss"].item())
+"""
+
+
+def test_a_copy_trains_with_nothing_but_ops(tmp_path):
+    shutil.copy(ROOT / "model.py", tmp_path)
+    shutil.copytree(ROOT / "ops", tmp_path / "ops")
+    done = finish(start([sys.executable, "-c", ALONE], cwd=tmp_path, PYTHONPATH=None))
+    losses = list(map(float, done.out.split()))
+    assert done.code == 0 and len(losses) == 6, done.out
+    assert all(after < before for before, after in zip(losses[::2], losses[1::2]))
+    shutil.rmtree(tmp_path / "ops")  # the control
+    assert finish(start([sys.executable, "-c", ALONE], cwd=tmp_path, PYTHONPATH=None)).code

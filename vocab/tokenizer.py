@@ -90,7 +90,8 @@ class Tokenizer(Vocabulary):
         *before, last = text.split(MASK)
         ids = []
         for part in before:
-            part = part.removesuffix(" " * self.takes_blank)
+            if self.takes_blank:
+                part = part.removesuffix(" ")
             ids += [*self.encode(part).tolist(), self.mask]
         return ids + self.encode(last).tolist()
 

@@ -80,7 +80,10 @@ class Vocabulary:
                 return len(word)
             if re.fullmatch("<0x[0-9A-F]{2}>", word):  # SentencePiece's token for a single byte
                 return 1
-            word = word.removeprefix("##") if word.startswith("##") else " " * word_piece + word
+            if word.startswith("##"):
+                word = word.removeprefix("##")
+            elif word_piece:
+                word = f" {word}"
             return len(word.replace("\u2581", " ").encode())  # SentencePiece's mark for a space
 
         return {i: length(word) for word, i in self.vocab.items() if word not in self.specials}
