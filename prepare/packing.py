@@ -142,8 +142,7 @@ class ShardWriter:
         self.arrays[split] += arrays
         self.tokens[split] += len(tokens)
         self.documents[split] += piece == 0
-        if split == "train":
-            self.counts["read"] += len(tokens)
+        self.counts["read"] += len(tokens) if split == "train" else 0
         self.counts["documents"] += piece == 0
         self.position = [document, piece + 1]
         if self.tokens[split] >= settings["shard_tokens"]:
