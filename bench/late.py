@@ -8,7 +8,6 @@ the number of processes. Gradients are packed, added up and applied as `Late` do
 The results are the same bits, with one thread each (tests/test_late.py).
 """
 
-import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -17,16 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import data
 import ddp_utils
+import training.state
 from cluster import late
-from startup import run
 
 
 def imitate(processes: int):
     """From now on, a single process has the gradients that `processes` would have together."""
     made = []
-    add, start, find_run, loader = ddp_utils.Metrics.add, run.start, run.find_run, data.Loader
+    add = ddp_utils.Metrics.add
 
     class Imitated(late.Late):
         def __init__(self, model, optimizers, run):
@@ -37,7 +35,8 @@ def imitate(processes: int):
         def keep(self):
             """Moves the gradient of a micro-batch to its process."""
             rank = self.micro_steps % processes
-            new, old = [p.grad for p in self.params], self.own[rank]
+            # the trainer divides by the labels of all processes, and DDP would divide by `processes` again
+            new, old = [processes * p.grad for p in self.params], self.own[rank]
             self.own[rank] = [a + b for a, b in zip(old, new)] if old else new
             self.micro_steps += 1
             for p in self.params:
@@ -56,14 +55,7 @@ def imitate(processes: int):
         add(metrics, sums)
         made[-1].keep()
 
-    def alone(world):
-        return dataclasses.replace(world, world_size=1)
-
-    # the trainer multiplies the loss by the size of its own `world`; everything else sees one process
-    run.start = lambda command: dataclasses.replace(start(command), world_size=processes)
-    run.find_run = lambda kind, command, world, **rest: find_run(kind, command, alone(world), **rest)
-    data.Loader = lambda shards, batch, world, *rest: loader(shards, batch, alone(world), *rest)
-    ddp_utils.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
+    training.state.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
 
 
 if __name__ == "__main__":
