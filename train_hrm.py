@@ -34,7 +34,6 @@ from startup.run import (
 )
 from training.evaluation import evaluate
 from training.state import TrainState
-from weights.levels import show_levels
 
 # Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
 # times its batch. In all trainers, `batch` (the micro-batch) and `checkpoint_activations` suit 80 GB GPUs.
@@ -208,7 +207,6 @@ def main(argv: list[str] | None = None):
     loader.close()
     if not due.stopping:
         sample(state, run, step)
-        show_levels(state, run)
     end_run(run, log, stop, step, samples)
 
 

@@ -2,7 +2,7 @@
 
     start.py                    the plan at the start, the files and next commands at the end, the loggers
     tensorboard.py, wandb.py    curves: tb/ and --wandb
-    picture.py, levels.py       training_history.png and history.json; levels.png
+    picture.py                  training_history.png and history.json
     machine.py, mfu.py          CPU, memory and GPUs; the share of a GPU's peak
     command.py, compare.py      `python monitor.py`
 

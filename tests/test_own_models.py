@@ -759,7 +759,7 @@ def test_a_run_ends_in_the_step_in_which_a_block_thaws(ranks, strategy, step, sh
     """Step 4 comes after an evaluation, for which zero2 has gathered the parameters."""
     freeze = '    model.transformer["blocks"][0].requires_grad_(False)\n'
     thaw = f"        model.transformer['blocks'][0].requires_grad_(step >= {step})\n"
-    trainer = edited(tmp_path, "thaws", ("    modes = ddp.set_modes(", freeze), (IN_LOOP, thaw))
+    trainer = edited(tmp_path, "thaws", ("    modes = set_modes(", freeze), (IN_LOOP, thaw))
     done = trainer.fork(ranks, shards, tmp_path / "run", n_layer=2, strategy=strategy)
     assert done.code == 2 and "error: requires_grad of transformer.blocks.0.attn_norm.weight, " in done.out
     assert "memory" not in done.out.partition("error:")[2] and "find_unused" not in done.out
