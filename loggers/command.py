@@ -3,7 +3,7 @@
     python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
     python monitor.py --once --json                      # one reading, for a script
     python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
-    python monitor.py runs/one runs/two                  # both in a table and a PNG, and which flags differ
+    python monitor.py runs/one runs/two                  # a line for each: loss, speed, efficiency
     watch -n 4 python monitor.py runs/one                # every 4 seconds, in a remote terminal
     tensorboard --logdir runs                            # compares runs
 
@@ -16,17 +16,23 @@ once.
 """
 
 import json
+import math
 import os
+import statistics
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from cli.errors import FAULTS, UserError, access, say
 from cli.parser import ArgumentParser, bounded, local_path
-from loggers.compare import compare, draw_losses
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
-from monitor import evaluations_of, read_metrics
+from monitor import evaluations_of, format_known, read_config, read_metrics, without_nan
+
+# How runs are compared, by key, in this order
+COMPARED = {"run": "{}", "step": "step {}", "best_val_loss": "best validation loss {:.4f}",
+            "tokens_per_sec": "{:,.0f} tok/s", "tokens_per_sec_per_process": "{:,.0f} per process",
+            "efficiency": "efficiency {:.1%}"}
 
 
 def summarize(records: list[dict]) -> dict:
@@ -74,6 +80,23 @@ def show_run(run: Path):
     show_picture(run / "training_history.png", draw_curves, name, records)
 
 
+def compare(runs: dict[Path, list[dict]], as_json: bool):
+    """Prints a line for each run, given its records. `tokens_per_sec` is the median of its logged steps, and
+    `efficiency` compares the tokens per second of a process with the first run's. The number of processes is
+    that of a run's last start.
+    """
+    first = None
+    for run, records in runs.items():
+        speeds = [record["tokens_per_sec"] for record in records if record.get("tokens_per_sec")]
+        speed = statistics.median(speeds or [math.nan])
+        per_process = speed / read_config(run).get("settings", {}).get("world_size", math.nan)
+        first = first or per_process
+        line = without_nan({"run": str(run)} | summarize(records) | {
+            "tokens_per_sec": speed, "tokens_per_sec_per_process": per_process,
+            "efficiency": per_process / first})
+        say(json.dumps(line) if as_json else " | ".join(format_known(line, COMPARED)))
+
+
 def show_picture(path: Path, draw, *what):
     try:
         own = path.with_name(f".tmp-{os.getpid()}.png")  # the run or another command may draw it, too
@@ -92,13 +115,13 @@ def main(argv: list[str] | None = None):
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
                         help="one run: print a summary, draw its curves; several: compare them; none: watch "
-                        "this machine\nA comparison is a table with the flags that differ, and a picture, "
-                        "comparison.png.")
+                        "this machine\nA comparison is a line for each run. Its efficiency is the speed of a "
+                        "process relative to the first run's.")
     parser.add_argument("--interval", type=bounded(0.1, 1e6), default=4.0,
                         help="seconds between readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="print readings as JSON, one per line and "
-                        "in bytes, or several runs as one object")
+    parser.add_argument("--json", action="store_true", help="print readings (in bytes) or several runs as "
+                        "JSON, one object per line")
     try:
         args = parser.parse_args(argv)
         with access():
@@ -111,8 +134,7 @@ def main(argv: list[str] | None = None):
                         if not run.exists():
                             raise
                         print(f"left out: {error}", file=sys.stderr)
-                curves = compare(runs or {run: records_of(run)}, args.json)
-                show_picture(Path("comparison.png"), draw_losses, curves)
+                compare(runs or {run: records_of(run)}, args.json)
             else:
                 show_run(*args.runs) if args.runs else watch_machine(args)
     except KeyboardInterrupt:
