@@ -19,8 +19,9 @@ import sys
 import data
 import ddp_utils as ddp
 from cli.errors import local_rank
+from cli.files import without_surrogates
 from cli.flags import Command, make_parser, parse_flags, uses_model
-from cli.parser import bounded, flag_group, without_surrogates
+from cli.parser import bounded, flag_group
 from model import MLM, MLMConfig, learning_rate, make_optimizers
 from startup.dry_run import dry_run
 from startup.run import (

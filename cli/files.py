@@ -101,3 +101,13 @@ def digest_json(value) -> str:
 def cpu_count() -> int:
     """Number of cores that this process may use (on macOS, which doesn't say, all cores)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def without_surrogates(text: str) -> str:
+    """The text with "?" in place of lone surrogates, which JSON can contain and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def to_json(record: dict, **layout) -> str:
+    """A record as JSON that UTF-8 can hold. What JSON doesn't know becomes text."""
+    return without_surrogates(json.dumps(record, default=str, ensure_ascii=False, **layout))

@@ -10,6 +10,7 @@ from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from dataclasses import dataclass, field, fields
 
 from cli.errors import UserError
+from cli.files import without_surrogates
 from cli.parser import (
     ArgumentParser,
     bounded,
@@ -22,7 +23,6 @@ from cli.parser import (
     steps_or_fraction,
     table_of_sizes,
     utf8_path,
-    without_surrogates,
 )
 
 

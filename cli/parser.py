@@ -155,11 +155,6 @@ def utf8_path(text: str) -> Path:
     return local_path(text.encode().decode())
 
 
-def without_surrogates(text: str) -> str:
-    """The text with "?" in place of lone surrogates, which JSON can contain and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def steps_or_fraction(text: str) -> int | float:
     """A type for argparse: a number of steps or, below 1, a fraction of the run."""
     value = bounded(0)(text)

@@ -1,7 +1,6 @@
 """The code of a run: its copies in the run directory, what has changed since, its commit."""
 
 import filecmp
-import json
 import os
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ from torch import nn
 
 import monitor
 from cli.errors import access
-from cli.parser import without_surrogates
+from cli.files import to_json
 from ddp_utils import Run
 from model import num_params
 
@@ -78,8 +77,8 @@ def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
     config = meta | {
         "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
         "training_tokens": run.dataset.train.num_tokens}
-    text = without_surrogates(json.dumps(config, indent=2, default=str, ensure_ascii=False))
-    files = {"config.json": text.encode(), "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
+    files = {"config.json": to_json(config, indent=2).encode(),
+             "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
     for name, path in project_files(run.trainer).items():
         if not run.saved or not (run.out / name).exists():
             with access(path):

@@ -14,7 +14,7 @@ default, the row of the size, the weights of --init-from, the saved run, this co
     SHAPE     keeps it                            is refused, also with --init-from
     FIXED     keeps it                            is refused
 
-- A run that was killed before its first checkpoint starts over with the flags in config.json.
+- A run that was killed before its first checkpoint starts over with the same command, and refuses another.
 - A run that resumes doesn't read the weights of --init-from again.
 - New --data drops the limits and the tokenizer of the old data.
 - --resume FILE with --prompt, --export or --eval-only uses that file.
@@ -42,8 +42,8 @@ from torch import nn
 
 import monitor
 from cli.errors import FAULTS, HOST, RunError, UserError, say
+from cli.files import to_json
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
-from cli.parser import without_surrogates
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset, directory_of, row_of, sources_of, unigram_entropy
 from ddp_utils import (
@@ -150,7 +150,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     own_data = saved and flags["data"] == settings["data"]  # the data that the run was trained on
     flags |= {name: given.get(name) for name, kind in FLAGS.items()
               if kind == PLANNED or kind == OF_DATA and saved and not own_data}
-    flags["wanted_batch"] = given.get("wanted_batch", recipe["global_batch"])
+    flags["wanted_batch"] = recipe["global_batch"]
     sources = sources_of(flags["data"])
     length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
@@ -234,29 +234,23 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     world = start(command)
     trainer = Path(constants.get("__file__", "notebook"))
 
-    def look() -> tuple:
-        """The weights of --init-from or the error, the flags, the directory and the checkpoint."""
-        weights = missing = None
-        try:
-            if "init_from" in command.given:
-                weights = weights_of(model_class, command.given["init_from"], complete=False)
-                weights["size"] = nearest_size(command.rows, weights)
-        except UserError as error:  # doesn't matter to a run that resumes
-            missing = error
-        args = settle(command, weights=weights)
-        out = run_directory(args, trainer.stem)
-        return weights, missing, args, out, find_checkpoint(out, args, world)
-
-    weights, missing, args, out, saved = look()
-    begun = None if saved else on_rank0(begun_with, out, args, trainer.name, command.given)
-    if begun:
-        command = replace(command, given=begun | command.given)
-        weights, missing, args, out, saved = look()  # it may branch off from a checkpoint
-    if missing and not saved:
-        raise missing
+    weights = missing = None
+    try:
+        if "init_from" in command.given:
+            weights = weights_of(model_class, command.given["init_from"], complete=False)
+            weights["size"] = nearest_size(command.rows, weights)
+    except UserError as error:  # doesn't matter to a run that resumes
+        missing = error
+    args = settle(command, weights=weights)
+    out = run_directory(args, trainer.stem)
+    saved = find_checkpoint(out, args, world)
     if saved:
         assert_family(saved, model_class)
         args = settle(command, saved)
+    elif missing:
+        raise missing
+    else:
+        on_rank0(refuse_begun, out, args, trainer.name, command.given)
     if args.resume != "auto":  # the directory depends on the flags in the checkpoint
         out = run_directory(args, trainer.stem)
         if saved and (later := later_of_branch(out, saved, args)):
@@ -272,42 +266,37 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     constants = {name: value for name, value in constants.items()
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     began = saved["settings"]["began"] if saved else f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
-    kept = ("tokenizer", "resume", "wanted_batch", "largest_batch")
-    given = {name: value for name, value in command.given.items() if FLAGS.get(name) != NEW or name in kept}
+    given = {name: value for name, value in command.given.items()
+             if FLAGS.get(name) != NEW or name in ("tokenizer", "resume")}
     return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
                command.rows.get(args.size, {}), given, out, saved, began,
                monitor.TrainLog(world.prefix, world.is_rank0))
 
 
-def begun_with(out: Path, args: Namespace, trainer: str, given: dict) -> dict:
-    """The first flags of a run that was killed before its first checkpoint. Raises UserError if another
-    trainer began it, or if a new run would overwrite something of an earlier one.
-
-    If `given` names other data, the flags of the old data are left out. --batch, --grad-accum and
-    --global-batch may not divide among other processes, so the batches that they led to replace them.
+def refuse_begun(out: Path, args: Namespace, trainer: str, given: dict):
+    """Raises UserError if a new run would overwrite something of an earlier one, or if a run without a
+    checkpoint was begun there with other flags than `given`. Batches and the kind NEW don't count.
     """
     if any(out.glob("checkpoints/step_*.pt")):  # with --resume none; Checkpoints.load refuses that
-        return {}
+        return
     for name in ("checkpoints/best.pt", "hf", "model.gguf"):
         if (out / name).exists():
             way = f", --resume {out / name} to go on from it" if name.endswith(".pt") else ""
             raise UserError(f"{out} has no checkpoint to resume from, but holds {name}, which a new run "
                             f"would overwrite: give another --out{way}, or move {name} away.")
+    if args.resume == "none":
+        return
     config = monitor.read_config(out)
-    begun, settings = config.get("given"), config.get("settings")
-    if args.resume != "auto" or not isinstance(begun, dict) or not isinstance(settings, dict):
-        return {}
-    if settings["trainer"] != trainer:
-        raise UserError(f"{settings['trainer']} began a run in {out}: give another --out, or start over "
-                        "with --resume none.")
-    say(f"{out} has no checkpoint yet: starting over with the flags of its first start")
-    if given.get("data", settings["data"]) != settings["data"]:
-        begun = {name: value for name, value in begun.items()
-                 if FLAGS.get(name) != OF_DATA and name != "tokenizer"}
-    if PLANNED in map(FLAGS.get, begun):
-        begun = {name: value for name, value in begun.items() if FLAGS.get(name) != PLANNED}
-        begun |= {"wanted_batch": settings["global_batch"], "largest_batch": settings["largest_batch"]}
-    return begun
+    with suppress(TypeError, KeyError, AttributeError):  # config.json is missing or damaged
+        begun, now = (
+            {name: value for name, value in flags.items() if FLAGS.get(name) not in (NEW, PLANNED)
+             or name in ("tokenizer", "resume") and value not in ("auto", "none")}
+            for flags in (config["given"], json.loads(to_json(given))))
+        if begun != now or config["settings"]["trainer"] != trainer:
+            command = [*config["commands"]] or ["see config.json"]
+            raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
+                            f"--out, --resume none to start over, or that command again: {command[-1]}")
+        say(f"{out} has no checkpoint yet: starting over")
 
 
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
@@ -457,11 +446,10 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
             "threads": torch.get_num_threads(), "trainer": run.trainer.name, "began": run.began}
     shape = flags_of_model(run.model_class.Config, model.config)
     settings = vars(args) | run.constants | shape | plan | settings
-    text = without_surrogates(json.dumps(settings, default=str, ensure_ascii=False))
     now = {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,
            "tokenizer": tokenizer_id(dataset.tokenizer), "data": dataset.fingerprint,
            "loss_on": dataset.loss, "seed": args.seed, "torch": str(torch.__version__),
-           "settings": json.loads(text)}
+           "settings": json.loads(to_json(settings))}
     if run.saved:
         compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
     return now

@@ -34,7 +34,6 @@ from cli.parser import flag_group, parse_count
 from ddp_utils import list_checkpoints, read_checkpoint
 from loggers import command as monitor_command
 from model import GPT2Config, flag
-from monitor import read_config
 from ops.device import compute_dtype
 from prepare import command as prepare_command
 from startup.directory import RunLock
@@ -474,7 +473,7 @@ def test_only_best_pt_is_used_and_never_replaced(tmp_path, shards, capsys):
         done = GPT2.here("--out", run)
         assert done.code == 2 and f"to resume from, but holds {name}, which" in done.out, done.out
         (run / name).rmdir()
-    assert GPT2.here("--out", run).code == 0 and best.exists()  # the control: it begins again
+    assert GPT2.train(0, shards, run, steps=4, eval_every=4).code == 0 and best.exists()  # the control
 
 
 def test_a_start_that_trains_nothing_records_nothing(tmp_path, shards):
@@ -625,17 +624,23 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     """It begins again, says so, and both commands are kept as they were typed."""
     out = tmp_path / "run"
     prompt = 'say "\u00e9" or don\'t'
-    group = Group(GPT2.script, *GPT2.flags(shards, out, **ENDLESS | {"save_every": 1_000_000}),
-                  "--sample-prompt", prompt)
-    wait_for(lambda: "step 1/" in group.text, group)
-    group.kill()
-    assert not list_checkpoints(out)
-    done = GPT2.fork(0, shards, out, steps=2)
-    assert done.code == 0 and "has no checkpoint yet: starting over with the flags" in done.out
+    flags = ENDLESS | {"save_every": 1_000_000, "sample_prompt": prompt}
+
+    def begin_and_kill() -> str:
+        group = Group(GPT2.script, *GPT2.flags(shards, out, **flags))
+        wait_for(lambda: "step 1/" in group.text, group)
+        group.kill()
+        assert not list_checkpoints(out)
+        return group.text
+
+    said = f"{out} has no checkpoint yet: starting over"
+    assert said not in begin_and_kill() and said in begin_and_kill()
     text = (out / "config.json").read_text(encoding="utf-8")
     first, second = json.loads(text)["commands"]
-    assert shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
+    assert first == second and shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
     assert shlex.split(second)[0] == "python"
+    other = GPT2.train(0, shards, out, **flags | {"sample_prompt": "say"})
+    assert other.code == 2 and other.out.endswith(f"or that command again: {first}\n"), other.out
 
 
 def killed_before_a_checkpoint(run, out):
@@ -645,82 +650,116 @@ def killed_before_a_checkpoint(run, out):
         path.unlink()
 
 
+def command_in(refusal: str) -> list[str]:
+    """The words of the command that a refusal names, without python."""
+    return shlex.split(re.search("or that command again: python (.*)", refusal)[1])
+
+
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_a_run_without_a_checkpoint_begins_again_as_it_was(tmp_path, shards, ranks, monkeypatch):
-    """With --out alone, with the bits of before; a flag that is given counts."""
+def test_a_run_without_a_checkpoint_begins_again_with_its_command(tmp_path, shards, ranks, monkeypatch):
+    """With the bits of before. Other flags, or none, are refused, with ways on that work."""
     monkeypatch.chdir(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
-    assert GPT2.fork(ranks, shards, whole, steps=4, lr=2e-3).code == 0
+    flags = GPT2.flags(shards, out, steps=4, lr=2e-3)
+    assert fork(ranks, GPT2.script, *flags).code == 0
+    out.rename(whole)
     killed_before_a_checkpoint(whole, out)
-    other = fork(ranks, "train_hrm.py", "--out", out)
-    assert other.code == 2 and "train_gpt2.py began a run in" in other.out, other.out
-    again = fork(ranks, GPT2.script, "--out", out)
-    assert again.code == 0 and "starting over with the flags of its first start" in again.out, again.out
+    said = (f"{out} was begun by another command and has no checkpoint yet: give another --out, --resume "
+            "none to start over, or that command again: ")
+    for script, *words in ((GPT2.script,), (GPT2.script, "--steps", "4"), (GPT2.script, *flags, "--lr", "1"),
+                           (GPT2.script, *flags, "--tokenizer", "bytes"), ("train_hrm.py", *flags)):
+        done = fork(ranks, script, *words, "--out", out)
+        assert done.code == 2 and said in done.out, done.out
+        command = command_in(done.out)
+        assert command == [str(ROOT / GPT2.script), *flags]
+        assert not list_checkpoints(out) and log_of(out) == log_of(whole)
+    again = fork(ranks, *command, "--device", "cpu", "--timeout", "60")
+    assert again.code == 0 and f"{out} has no checkpoint yet: starting over" in again.out, again.out
     assert_same_run(whole, out)
-    other = tmp_path / "other"
-    killed_before_a_checkpoint(whole, other)
-    longer = fork(ranks, GPT2.script, "--out", other, "--steps", "5")
-    assert longer.code == 0 and steps_of(other)[-1]["step"] == 5, longer.out
-    with pytest.raises(AssertionError):
-        assert_same_run(whole, other)
-    anew = tmp_path / "anew"
-    killed_before_a_checkpoint(whole, anew)
-    done = GPT2.fork(ranks, shards, anew, steps=1, seed=1, resume="none")
-    assert done.code == 0, done.out
-    assert json.loads((anew / "config.json").read_text())["settings"]["seed"] == 1
+    assert fork(ranks, GPT2.script, "--out", out, "--steps", "5").code == 0  # it has a checkpoint now
+    for path in (out / "checkpoints").iterdir():
+        path.unlink()
+    flags = GPT2.flags(shards, out, steps=1, seed=1)
+    assert fork(ranks, GPT2.script, *flags).code == 2
+    done = fork(ranks, GPT2.script, *flags, "--resume", "none")
+    assert done.code == 0 and "starting over" not in done.out, done.out
+    assert json.loads((out / "config.json").read_text())["settings"]["seed"] == 1
+    assert fork(ranks, GPT2.script, *flags, "--out", tmp_path / "another").code == 0
 
 
 def test_a_run_without_a_checkpoint_begins_again_on_other_processes(tmp_path, shards, monkeypatch):
     """Six sequences are three micro-batches of one process; two processes can't have two at a time."""
     monkeypatch.chdir(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
-    assert GPT2.fork(0, shards, whole, steps=2, global_batch=6, batch=2).code == 0
+    assert GPT2.train(0, shards, out, steps=2, global_batch=6, batch=2).code == 0
+    out.rename(whole)
     killed_before_a_checkpoint(whole, out)
-    again = fork(2, GPT2.script, "--out", out)
-    assert again.code == 0, again.out
+    done = GPT2.fork(2, shards, out, steps=2, global_batch=6, batch=2)
+    assert done.code == 2 and "does not fit" in done.out, done.out
+    again = GPT2.fork(2, shards, out, steps=2, global_batch=6, batch=3)
+    assert again.code == 0 and "starting over" in again.out, again.out
     assert [r["tokens"] for r in steps_of(out)] == [r["tokens"] for r in steps_of(whole)]
-    given = read_config(out)["given"]
-    assert given["wanted_batch"] == 6 and "global_batch" not in given  # so that a third start has six, too
 
 
-def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, shards, monkeypatch):
+@pytest.mark.parametrize("flag", ["resume", "init_from"])
+def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, shards, monkeypatch, flag):
     monkeypatch.chdir(tmp_path)
     base, branch, out = tmp_path / "base", tmp_path / "branch", tmp_path / "run"
-    assert GPT2.fork(0, shards, base, steps=4).code == 0
-    assert GPT2.fork(0, shards, branch, steps=6, resume=base).code == 0
+    assert GPT2.train(0, shards, base, steps=4).code == 0
+    flags = {"steps": 6, flag: base}
+    assert GPT2.train(0, shards, out, **flags).code == 0
+    out.rename(branch)
     killed_before_a_checkpoint(branch, out)
-    again = fork(0, GPT2.script, "--out", out)
-    assert again.code == 0 and "resuming after step 4" in again.out, again.out
+    alone = GPT2.here("--out", out)
+    assert alone.code == 2, alone.out
+    assert command_in(alone.out) == [GPT2.script, *GPT2.flags(shards, out, **flags)]
+    again = GPT2.here(*command_in(alone.out)[1:])
+    assert again.code == 0 and ("resuming after step 4" in again.out) == (flag == "resume"), again.out
     assert_same_run(branch, out)
+    assert GPT2.train(0, shards, out, **flags).code == 0  # it has a checkpoint now
 
 
-def test_what_is_no_record_of_a_run_is_none(tmp_path):
+def test_what_is_no_record_of_a_run_is_none(tmp_path, capsys):
     """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
-    settings = {"trainer": "train_gpt2.py", "data": "here", "global_batch": 15, "largest_batch": 5}
-    lr, tokens = {"lr": 0.5}, {"tokenizer": "bytes", "max_tokens": 9}
-    sizes = {"wanted_batch": 15, "largest_batch": 5}
+    def begin(given, resume="auto"):
+        startup.run.refuse_begun(tmp_path, Namespace(resume=resume), "train_gpt2.py", given)
+        return "starting over" in capsys.readouterr().out
 
-    def begun(text, given=None, resume="auto"):
+    def write(given, commands=("python train_gpt2.py --lr 0.5",), trainer="train_gpt2.py"):
+        settings = {"settings": {"trainer": trainer}, "given": given, "commands": commands}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+
+    def refused(given):
+        with pytest.raises(UserError, match="was begun by another command .* that command again: ") as error:
+            begin(given)
+        return str(error.value)
+
+    for text in ("", "{}", "[1]", '{"settings": [], "given": []}', '{"settings": {}, "given": {}}'):
         (tmp_path / "config.json").write_text(text)
-        return startup.run.begun_with(tmp_path, Namespace(resume=resume), "train_gpt2.py", given or {})
-
-    def config(given):
-        return json.dumps({"settings": settings, "given": given})
-
-    for text in ("", "{}", "[1]", '{"settings": [], "given": []}'):
-        assert begun(text) == {}, text
-    assert begun(config(lr)) == lr  # a size or a row may have another batch by now
-    assert begun(config(lr | sizes | {"wanted_batch": 16})) == lr | sizes | {"wanted_batch": 16}
-    assert begun(config(lr | {"batch": 4})) == lr | sizes
-    assert begun(config(tokens), {"data": "here"}) == tokens
-    assert begun(config(tokens), {"data": "other"}) == {}
-    assert begun(config(lr), resume="none") == {}
+        assert not begin({}), text
+    lr = {"lr": 0.5, "window": (1, 2), "data": "\udcff"}  # JSON has neither such tuples nor such texts
+    write(lr | {"data": "?", "batch": 4, "wanted_batch": 4})  # wanted_batch: as 0.1.0 could write it
+    for more in ({}, {"batch": 2}, {"grad_accum": 2}, {"global_batch": 8}, {"device": "cpu"},
+                 {"compile": True}, {"resume": "auto"}):
+        assert begin(lr | more), more
+    for more in ({"lr": 0.4}, {"size": "tiny"}, {"data": "./?"}, {"tokenizer": "bytes"}, {"mine": None}):
+        assert refused(lr | more).endswith("again: python train_gpt2.py --lr 0.5"), more
+    assert refused({}) and not begin({}, "none")
+    write(lr | {"data": "?", "resume": "none"})
+    assert begin(lr)
+    write(lr | {"data": "?", "resume": "base"})  # a branch
+    assert refused(lr)
+    write({}, [])  # main() in a notebook
+    assert refused({"lr": 1}).endswith("again: see config.json") and begin({})
+    write({}, trainer="train_mine.py")
+    assert refused({})
     (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="to resume from, but holds hf, which .* give another --out"):
-        begun(config(lr))
+    for resume in ("auto", "none"):
+        with pytest.raises(UserError, match="to resume from, but holds hf, which .* give another --out"):
+            begin({}, resume)
     (tmp_path / "checkpoints").mkdir()  # then Checkpoints.load names what is there
     (tmp_path / "checkpoints" / "step_00000001_loss5.0.pt").touch()
-    assert begun(config(lr), resume="none") == {}
+    assert not begin(lr, resume="none")
 
 
 # ---------------------------------------------------------------------------------------- the table of flags

@@ -2,7 +2,7 @@
 
 import re
 
-from cli.parser import without_surrogates
+from cli.files import without_surrogates
 from vocab.packages import needed
 from vocab.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
 from vocab.vocabulary import EOT, MASK

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError, access
-from cli.parser import without_surrogates
+from cli.files import without_surrogates
 from vocab.tokenizer_json import HuggingFaceTokenizer, text_of_merges
 from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id
 

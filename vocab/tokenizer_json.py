@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cli.errors import UserError
-from cli.parser import without_surrogates
+from cli.files import without_surrogates
 from vocab.packages import needed
 from vocab.vocabulary import EOT, MASK, MASKS, Vocabulary, ends_in
 
