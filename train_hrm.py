@@ -152,7 +152,8 @@ def main(argv: list[str] | None = None):
         cycles = random.Random(f"{args.seed} {step}").randint(least_cycles, c.cycles)
         return ramp, low + int(ramp * (high - low)), cycles
 
-    now = f", now {plan(step)[1]}" * (step and low < high)  # more steps stretch the ramp
+    # more steps stretch the ramp
+    now = f", now {plan(step)[1]}" if step > 0 and low < high else ""
     log.say(f"cycles: {trained} in training, {used} in evaluation; backpropagation through at most the last "
             f"{graph}{now}")
     state.warm_up(*examples)

@@ -122,25 +122,15 @@ steps and batches
 
 
 def what_next(run, stopped: bool) -> str:
-    """Where the files of a run are, and the three commands that come next."""
-    out = run.out
-    newest = max(out.glob("checkpoints/step_*.pt"), default=out)  # names begin with the step
-    files = f"""\
-  newest       checkpoints/{newest.name}
-  best         checkpoints/best.pt
-  log          train.log
-  numbers      metrics.jsonl
-  curves       training_history.png
-  TensorBoard  tb""".splitlines()
+    """The three commands that come after a run."""
     use = "--chat" if run.dataset.marker_ids["response"] >= 0 else "--prompt The"
     if "fill" in run.args:
         use = "--fill 'The [MASK] sat.'"
     if run.dataset.vocab_size:  # its ids aren't text
         use = "--eval-only"
-    start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(out))}"
-    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(out))}"
+    start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(run.out))}"
+    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(run.out))}"
     exports = run.model_class in HF_FAMILIES and not any(
         map(vars(run.args).get, "halt inject_input qk_norm".split()))
     third = run.command if stopped else f"{start} {'--export' if exports else '--eval-only'}"
-    listing = "\n".join(line for line in files if (out / line.split()[1]).exists())
-    return f"files in {out}\n{listing}\nnext:\n  {start} {use}\n  {watch}\n  {third}"
+    return f"next:\n  {start} {use}\n  {watch}\n  {third}"

@@ -162,7 +162,6 @@ class TrainState:
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self._views = {}  # by parameter: its view of DDP's bucket
         self.world = world
-        self.say = functools.cache(run.say)  # each text once
         self.optimizers = optimizers
         self.zero1 = args.strategy == "zero1"
         self.ddp = args.strategy == "ddp"
@@ -226,10 +225,6 @@ class TrainState:
         if process.launched:  # in a notebook it would end the kernel
             signal.signal(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
-        for _, held in getattr(self.wrapped, "_comm_hooks", []):
-            if not isinstance(held, dist.ProcessGroup | None):
-                self.say(f"WARNING: no checkpoint holds the {type(held).__name__} of the communication hook: "
-                         "if it changes during training, a resumed run differs from an uninterrupted one")
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):
             self.wrapped.zero_grad()

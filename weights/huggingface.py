@@ -311,7 +311,7 @@ def to_hf(model: nn.Module, directory: str | Path, tokenizer):
                "clean_up_tokenization_spaces": False,
                "padding_side": "right" if masked else "left",  # generate appends on the right
                # only with a prefix: transformers 4 would add the types to the embeddings of GPT-2
-               "model_input_names": ["input_ids", *["token_type_ids"] * prefix, "attention_mask"]}
+               "model_input_names": ["input_ids", *(["token_type_ids"] if prefix else []), "attention_mask"]}
     around = {bos: first}
     if template:
         around |= {tokenizer.decode([c.response]): c.response, eos: last}

@@ -135,7 +135,7 @@ def to_gguf(model, path: Path, tokenizer):
     _gguf_tokenizer(writer, tokenizer, c, TokenType)
     for ours, tensor in model.state_dict().items():
         stack, number, part, kind = GGUF_PARAMETER.fullmatch(ours).groups()
-        at = int(number or 0) + c.n_layer * (stack == "H")  # L's blocks come first
+        at = int(number or 0) + (c.n_layer if stack == "H" else 0)  # L's blocks come first
         block = f"blk.{2 * at + 1 if modern else at}." if number else ""
         tensor = tensor.float().cpu()
         if part in ("embed", "head"):
@@ -147,7 +147,8 @@ def to_gguf(model, path: Path, tokenizer):
         if part == "gqkv" and modern:
             pieces["attn_q"] = query_and_gate(pieces["attn_q"], pieces.pop("attn_gate"), c)
         for name, piece in pieces.items():
-            writer.add_tensor(f"{block}{name}" + f".{kind}" * bool(kind), piece.contiguous().numpy())
+            theirs = f"{block}{name}.{kind}" if kind else f"{block}{name}"
+            writer.add_tensor(theirs, piece.contiguous().numpy())
     if modern:
         ones = {"output_norm": c.d_model}  # our norms have no parameters, so theirs are 1
         for i in range(c.n_layer):

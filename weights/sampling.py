@@ -88,7 +88,7 @@ def contradiction(model: CausalLM, device, everywhere: bool = False) -> str:
             model.compute_dtype = torch.float32
             model.eval()
             stack.enter_context(copied_buffers(model))
-            stack.enter_context(torch.random.fork_rng([device] * row.is_cuda))
+            stack.enter_context(torch.random.fork_rng([device] if row.is_cuda else []))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             # such as the HRM's fixed_depth, without which it would ask the other ranks
             options = {k: v for k, v in model.dummy_inputs(1, device).items() if not isinstance(v, Tensor)}

@@ -164,7 +164,7 @@ def use_on_rank0(model: nn.Module, run: Run):
                   "400123456789+400876543211", file=sys.stderr)
         texts = samples_of(model, tokenizer, world.device, prompt, args, True, args.num_samples)
         if echo:
-            print(prompt, end="\n" * (model.config.response >= 0))
+            print(prompt, end="\n" if model.config.response >= 0 else "")
         for text in texts:
             for piece in text:
                 print(piece, end="", flush=True)
@@ -195,7 +195,7 @@ def typed() -> str:
     with suppress(*FAULTS):  # not every Python has readline
         import readline  # lets `input` edit lines, and take very long ones
         readline.parse_and_bind("set enable-bracketed-paste on")
-    text = input("> " * sys.stdin.isatty())
+    text = input("> " if sys.stdin.isatty() else "")
     while sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
         text += f"\n{input()}"
     return text
