@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, access, names_in, run_command
+from cli.errors import UserError, access, listed, names_in, run_command
 from cli.files import digest_json, read_json, sample_digest, sha256_of
 from ops.documents import document_bounds
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
@@ -419,8 +419,7 @@ class Dataset:
                             f"row of {seq_len}; lower --seq-len or prepare more text.")
         sets = {name: read(paths) for name, paths in files_of_sets(manifests).items()}
         self.val = {name: shards for name, shards in sets.items() if shards.rows}
-        # validation sets that are too small for a row: tokens in the longest file of each
-        self.short = {name: max(map(len, shards.tokens)) for name, shards in sets.items() if not shards.rows}
+        self.short = [name or "val" for name, shards in sets.items() if not shards.rows]  # than a row
         for shards in (self.train, *self.val.values()):
             first = shards.paths[0]
             counted = manifests[first.parent].get("lost", {})
@@ -452,13 +451,9 @@ class Dataset:
 
     def too_short(self) -> str:
         """A sentence about the validation sets that are shorter than a row. There must be one."""
-        listed = " and ".join(f"{name or 'val'} ({n} tokens)" for name, n in self.short.items())
-        text = (f"an evaluation leaves out the validation set {listed}, which is shorter than a "
-                f"row of {self.train.seq_len} tokens")
-        longest = min(self.short.values()) - 1
-        if longest > 0:
-            text += f"; --seq-len {longest} fits it, in a new run or with --eval-only"
-        return text
+        return (f"an evaluation leaves out the validation set {listed(self.short)}, which is shorter than a "
+                f"row of {self.train.seq_len} tokens: lower --seq-len in a new run or with --eval-only, or hold "
+                "out more text")
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:

@@ -29,10 +29,6 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
         code = 2
         reason = ("blocks are compiled, which needs a compiler and Python's headers: "
                   "sudo apt install g++ python3-dev, or give --no-compile.")
-    elif isinstance(error, AttributeError) and error.name == "norm" and error.obj is None:
-        show_traceback(error)
-        reason = ("a gradient is None: optimizer_step clears them. Take their norms before it, and log them "
-                  "as docs/changing.md shows.")
     elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
     elif cause := heartbeat.ask():

@@ -13,11 +13,13 @@ import numpy as np
 
 from cli.errors import UserError, access
 from cli.files import without_surrogates
-from vocab.tokenizer_json import HuggingFaceTokenizer, text_of_merges
+from vocab.tokenizer_json import HuggingFaceTokenizer
 from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
+HOW_TO_CONVERT = ("From vocab.json and merges.txt, GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR) "
+                  "of transformers writes one.")
 # The published patterns that cut a text into words. tiktoken's own versions use possessive quantifiers and
 # "$", which the package tokenizers reads differently. Tests check that these cut the same words in both.
 PATTERNS = {
@@ -165,8 +167,8 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. If "
-                        "you have a vocab.json with merges.txt, name their directory.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. "
+                        f"{HOW_TO_CONVERT}")
 
 
 def load_tokenizer(name: str) -> Vocabulary:
@@ -189,8 +191,8 @@ def load_tokenizer(name: str) -> Vocabulary:
         for path in (Path(name), Path(name, "tokenizer.json")):
             if path.is_file():
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
-    if Path(name, "merges.txt").is_file():  # the older form of GPT-2's tokenizer
-        return parse_tokenizer_json(name, text_of_merges(name))
+    if Path(name).is_dir():
+        raise UserError(f"{name} has no tokenizer.json. {HOW_TO_CONVERT}")
     if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} depends on its training text: name the tokenizer.json that prepare wrote.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")

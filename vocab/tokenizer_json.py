@@ -1,15 +1,14 @@
-"""Runs tokenizers that other programs wrote: a tokenizer.json, or a vocab.json with merges.txt."""
+"""Runs tokenizers that other programs wrote as a tokenizer.json."""
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
 from cli.errors import UserError
 from cli.files import without_surrogates
 from vocab.packages import needed
-from vocab.vocabulary import EOT, MASK, MASKS, Vocabulary, ends_in
+from vocab.vocabulary import MASK, MASKS, Vocabulary, ends_in
 
 
 class HuggingFaceTokenizer(Vocabulary):
@@ -87,26 +86,3 @@ class HuggingFaceTokenizer(Vocabulary):
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-def text_of_merges(name: str) -> str:
-    """The tokenizer.json, as text, for a directory `name` in GPT-2's older form: vocab.json, merges.txt and,
-    if tokens were added, added_tokens.json. Added tokens that special_tokens_map.json lists are special.
-    Raises UserError if the files cannot be read.
-    """
-    merges = Path(name, "merges.txt")
-    with needed("tokenizers", f"the tokenizer {name}"):
-        from tokenizers import AddedToken, ByteLevelBPETokenizer
-    try:
-        old = ByteLevelBPETokenizer(str(merges.with_name("vocab.json")), str(merges))
-        added, special = (json.loads(path.read_text("utf-8")) if path.is_file() else {} for path in map(
-            merges.with_name, ("added_tokens.json", "special_tokens_map.json")))
-        for token in sorted(added, key=added.get):
-            old.add_tokens([AddedToken(token, special=json.dumps(token) in json.dumps(special))])
-        if added.items() - old.get_vocab().items():
-            raise ValueError("the ids in added_tokens.json must follow those in vocab.json without gaps")
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{merges} and the .json files next to it cannot be read by tokenizers: {error}.")
-    if EOT in old.get_vocab():
-        old.add_special_tokens([EOT])
-    return old.to_str()

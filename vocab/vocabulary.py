@@ -113,7 +113,6 @@ def tokenizer_of_run(directory: Path, settings: dict) -> dict[str, str | None]:
 
 
 def tokenizer_in(directory: Path) -> str | None:
-    """What to give load_tokenizer for the tokenizer in a directory; None if there is none."""
-    if (path := directory / "tokenizer.json").is_file():
-        return str(path)
-    return str(directory) if (directory / "merges.txt").is_file() else None
+    """The path of the tokenizer.json in a directory; None if there is none."""
+    path = directory / "tokenizer.json"
+    return str(path) if path.is_file() else None

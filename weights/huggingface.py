@@ -393,8 +393,7 @@ def config_from_hf(model_class: type, source: str):
         try:
             from huggingface_hub import snapshot_download  # comes with datasets
             directory = Path(snapshot_download(source, allow_patterns=[
-                "*config.json", "*.safetensors*", "tokenizer.json", "vocab.json", "merges.txt",
-                "added_tokens.json", "special_tokens_map.json"]))
+                "*config.json", "*.safetensors*", "tokenizer.json"]))
         except Exception as error:  # huggingface_hub and httpx raise many kinds
             raise UserError(f"hf:{source} is neither a directory nor a repository that can be read now: "
                             f"{first_line(error)}")
