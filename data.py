@@ -452,8 +452,8 @@ class Dataset:
     def too_short(self) -> str:
         """A sentence about the validation sets that are shorter than a row. There must be one."""
         return (f"an evaluation leaves out the validation set {listed(self.short)}, which is shorter than a "
-                f"row of {self.train.seq_len} tokens: lower --seq-len in a new run or with --eval-only, or hold "
-                "out more text")
+                f"row of {self.train.seq_len} tokens: lower --seq-len in a new run or with --eval-only, or "
+                "hold out more text")
 
 
 def manifest_of_plain_shards(directory: Path, tokenizer_name: str | None) -> tuple:

@@ -22,8 +22,8 @@ import torch
 
 import model
 from loggers.mfu import PEAK_TFLOPS, flops_per_token
-from startup.batches import plan_batch
 from startup.dry_run import dry_run, empty_model
+from startup.plan import plan_batch
 from startup.run import settle
 
 MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}

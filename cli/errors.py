@@ -87,5 +87,20 @@ def run_command(main):
         sys.exit(error.exit_code)
 
 
+@contextlib.contextmanager
+def needed(package: str, what: str):
+    """A context in which to import a package. If the package is missing or broken, raises UserError that says
+    `what` needs it.
+    """
+    try:
+        yield
+    except FAULTS as error:
+        text = f"{what} needs the package {package}"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise UserError(f"{text}: pip install {package}.")
+        raise UserError(f"{text}, which is broken here ({first_line(error)}): pip install --force-reinstall "
+                        f"{package}.")
+
+
 say = functools.partial(print, flush=True)  # at once, even into a pipe
 FAULTS = (Exception, SystemExit)  # what an optional package may raise; not Ctrl-C

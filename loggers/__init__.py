@@ -1,6 +1,5 @@
 """Everything a run shows, except the log itself:
 
-    start.py                    the plan at the start, the files and next commands at the end, the loggers
     tensorboard.py, wandb.py    curves: tb/ and --wandb
     picture.py                  training_history.png and history.json
     machine.py, mfu.py          CPU, memory and GPUs; the share of a GPU's peak

@@ -28,10 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.errors import RetryableError, UserError, access, first_line, names_in, say
+from cli.errors import RetryableError, UserError, access, first_line, names_in, needed, say
 from cli.files import digest_json, sample_digest, sha256_of
 from data import FILE_PREFIXES, SHORT_NAMES, SOURCES
-from vocab.packages import needed
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # limit on the characters of a field of a table, or of an object in an array

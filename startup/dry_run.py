@@ -21,8 +21,7 @@ from ddp_utils import list_checkpoints
 from model import MLM, blocks_of, hidden_matrices, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from ops.device import compute_dtype
-from startup.batches import plan_batch
-from startup.plan import shape_of, wrapped
+from startup.plan import plan_batch, shape_of, wrapped
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 

@@ -74,11 +74,9 @@ from loggers.wandb import require_wandb
 from model import num_params, pad_vocab
 from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
-from startup.batches import plan_batch
-from startup.code import run_files, say_changes
-from startup.directory import RunLock, run_directory
+from startup.directory import RunLock, run_directory, run_files, say_changes
 from startup.dry_run import before_data
-from startup.plan import loggers_of, say_plan, what_next
+from startup.plan import loggers_of, plan_batch, say_plan, what_next
 from training.state import TrainState
 from training.strategies import build_model, copy_weights
 from vocab.vocabulary import tokenizer_id

@@ -40,7 +40,7 @@ from cli.files import write_atomically
 from cli.parser import ArgumentParser, parse_count
 from prepare import command as data_py
 from prepare import packing, pipeline, sources
-from startup.batches import plan_batch
+from startup.plan import plan_batch
 from vocab import bpe, tokenizer_json
 from vocab.tokenizer import PATTERNS, Tokenizer, load_tokenizer, parse_tokenizer_json
 from vocab.vocabulary import EOT, MASK

@@ -27,7 +27,7 @@ from cli.errors import RunError, UserError
 from ddp_utils import Checkpoints, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
-from startup.code import commit_of, run_files
+from startup.directory import commit_of, run_files
 from training.state import TrainState
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run

@@ -1,6 +1,7 @@
 """Tokenizers.
 
-    vocabulary.py                      the ids of a tokenizer
-    tokenizer.py, tokenizer_json.py    encoding and decoding
-    bpe.py                             training
+    vocabulary.py     the ids of a tokenizer, all that training on shards needs of it
+    tokenizer.py      text to ids and back
+    tokenizer_json.py runs tokenizers that other programs wrote
+    bpe.py            trains a tokenizer
 """

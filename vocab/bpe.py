@@ -2,8 +2,8 @@
 
 import re
 
+from cli.errors import needed
 from cli.files import without_surrogates
-from vocab.packages import needed
 from vocab.tokenizer import CHAR_TO_BYTE, PATTERNS, Tokenizer
 from vocab.vocabulary import EOT, MASK
 

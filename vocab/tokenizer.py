@@ -18,8 +18,8 @@ from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokeni
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
-HOW_TO_CONVERT = ("From vocab.json and merges.txt, GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR) "
-                  "of transformers writes one.")
+HOW_TO_CONVERT = ("From vocab.json and merges.txt, transformers writes one: "
+                  "GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR).")
 # The published patterns that cut a text into words. tiktoken's own versions use possessive quantifiers and
 # "$", which the package tokenizers reads differently. Tests check that these cut the same words in both.
 PATTERNS = {

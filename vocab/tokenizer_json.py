@@ -5,9 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from cli.errors import UserError
+from cli.errors import UserError, needed
 from cli.files import without_surrogates
-from vocab.packages import needed
 from vocab.vocabulary import MASK, MASKS, Vocabulary, ends_in
 
 

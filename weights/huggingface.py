@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cli.errors import UserError, access, first_line, listed, names_in, say
+from cli.errors import UserError, access, first_line, listed, names_in, needed, say
 from cli.files import read_json
 from model import (
     GPT2,
@@ -27,7 +27,6 @@ from model import (
     ModelConfig,
     pad_vocab,
 )
-from vocab.packages import needed
 
 
 @dataclass(frozen=True)

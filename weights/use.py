@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import FAULTS, RetryableError, RunError, UserError, first_line, say
+from cli.errors import FAULTS, RetryableError, RunError, UserError, first_line, needed, say
 from ddp_utils import (
     Run,
     StopVote,
@@ -32,7 +32,6 @@ from ops.device import compute_dtype
 from prepare.pipeline import LARGER_SPLIT
 from training.evaluation import evaluate
 from training.strategies import build_model, copy_weights, set_modes
-from vocab.packages import needed
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
