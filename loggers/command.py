@@ -27,12 +27,7 @@ from cli.errors import FAULTS, UserError, access, say
 from cli.parser import ArgumentParser, bounded, local_path
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
-from monitor import evaluations_of, format_known, read_config, read_metrics, without_nan
-
-# How runs are compared, by key, in this order
-COMPARED = {"run": "{}", "step": "step {}", "best_val_loss": "best validation loss {:.4f}",
-            "tokens_per_sec": "{:,.0f} tok/s", "tokens_per_sec_per_process": "{:,.0f} per process",
-            "efficiency": "efficiency {:.1%}"}
+from monitor import evaluations_of, read_config, read_metrics, without_nan
 
 
 def summarize(records: list[dict]) -> dict:
@@ -41,7 +36,7 @@ def summarize(records: list[dict]) -> dict:
     losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
     metrics = evaluations_of(records)
     best = min(metrics, key=metrics.get, default=None)
-    summary = {key: last.get(key) for key in ("step", "loss", "tokens", "tokens_per_sec")}
+    summary = {key: last.get(key) for key in ("step", "loss", "tokens")}
     return summary | {"val_loss": losses.get(max(losses, default=None)),
                       "best_val_loss": losses.get(best), "best_step": best}
 
@@ -73,28 +68,31 @@ def records_of(run: Path) -> list[dict]:
     return records
 
 
-def show_run(run: Path):
-    name = run.resolve().name
-    records = records_of(run)
-    say(json.dumps({"run": name} | summarize(records)))
-    show_picture(run / "training_history.png", draw_curves, name, records)
-
-
-def compare(runs: dict[Path, list[dict]], as_json: bool):
-    """Prints a line for each run, given its records. `tokens_per_sec` is the median of its logged steps, and
-    `efficiency` compares the tokens per second of a process with the first run's. The number of processes is
-    that of a run's last start.
+def show_runs(runs: list[Path]):
+    """Prints a JSON object for each run. `tokens_per_sec` is the median of its logged steps, and `efficiency`
+    compares the tokens per second of a process with the first run's. The number of processes is that of a
+    run's last start. Of several runs, those without records are left out.
     """
     first = None
-    for run, records in runs.items():
+    for run in runs:
+        try:
+            records = records_of(run)
+        except UserError as error:  # such as a file in runs/*
+            if len(runs) == 1 or not run.exists():
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+            continue
         speeds = [record["tokens_per_sec"] for record in records if record.get("tokens_per_sec")]
         speed = statistics.median(speeds or [math.nan])
         per_process = speed / read_config(run).get("settings", {}).get("world_size", math.nan)
         first = first or per_process
-        line = without_nan({"run": str(run)} | summarize(records) | {
+        say(json.dumps({"run": run.resolve().name} | without_nan(summarize(records) | {
             "tokens_per_sec": speed, "tokens_per_sec_per_process": per_process,
-            "efficiency": per_process / first})
-        say(json.dumps(line) if as_json else " | ".join(format_known(line, COMPARED)))
+            "efficiency": per_process / first})))
+        if len(runs) == 1:
+            show_picture(run / "training_history.png", draw_curves, run.resolve().name, records)
+    if first is None:
+        raise UserError("none of these is the directory of a run.")
 
 
 def show_picture(path: Path, draw, *what):
@@ -114,29 +112,18 @@ def main(argv: list[str] | None = None):
     """The command. Ctrl-C and a broken pipe end it without an error."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
-                        help="one run: print a summary, draw its curves; several: compare them; none: watch "
-                        "this machine\nA comparison is a line for each run. Its efficiency is the speed of a "
-                        "process relative to the first run's.")
+                        help="one run: print a summary, draw its curves; several: print a line for each; "
+                        "none: watch this machine\nThe efficiency of a run is the speed of a process, "
+                        "relative to the first run's.")
     parser.add_argument("--interval", type=bounded(0.1, 1e6), default=4.0,
                         help="seconds between readings (4)")
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
-    parser.add_argument("--json", action="store_true", help="print readings (in bytes) or several runs as "
-                        "JSON, one object per line")
+    parser.add_argument("--json", action="store_true", help="print readings as JSON, one per line, in "
+                        "bytes")
     try:
         args = parser.parse_args(argv)
         with access():
-            if args.runs[1:]:
-                runs = {}
-                for run in args.runs:
-                    try:
-                        runs[run] = records_of(run)
-                    except UserError as error:  # such as a file in runs/*
-                        if not run.exists():
-                            raise
-                        print(f"left out: {error}", file=sys.stderr)
-                compare(runs or {run: records_of(run)}, args.json)
-            else:
-                show_run(*args.runs) if args.runs else watch_machine(args)
+            show_runs(args.runs) if args.runs else watch_machine(args)
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again

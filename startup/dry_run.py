@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cli.errors import UserError, first_line, from_launcher, say
-from cli.flags import SHARDED, STRATEGIES, flags_of_model
+from cli.flags import STRATEGIES, flags_of_model
 from data import default_tokenizer, directory_of, read_manifest, sources_of
 from ddp_utils import list_checkpoints
-from model import MLM, blocks_of, hidden_matrices, num_params, pad_vocab, use_device
+from model import MLM, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from ops.device import compute_dtype
 from startup.plan import plan_batch, shape_of, wrapped
+from training.strategies import memory_of
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 
@@ -84,36 +85,6 @@ def kept_for_backward(model_class: type, config, device: torch.device, dtype: to
         model.compile_loss = False
         inputs = tree_map_only(Tensor, lambda value: torch.zeros_like(value, device="cpu"), inputs)
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
-
-
-def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
-              activations: int) -> dict[str, float]:
-    """Returns the peak bytes in each process, by type, with `strategy` instead of --strategy.
-
-    zero2 and zero3 hold their shards, gathered parameters, and the gradients of one block and of parameters
-    outside blocks. zero2 gathers all parameters. zero3 gathers two blocks (one is prefetched) and parameters
-    outside blocks. With the other strategies, the largest gradient exists twice for a while, as parts from
-    embedding and head. `warm_up`, which runs before there is optimizer state, holds each gradient twice.
-    """
-    largest_one = 4 * max(p.numel() for p in model.parameters())
-    blocks = [4 * num_params(block) for block in blocks_of(model)]
-    everything = 4 * num_params(model)
-    outside = everything - sum(blocks)
-    block = max(blocks, default=0)
-    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
-    if args.optimizer == "muon":
-        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
-    sharded = strategy in SHARDED
-    offload = strategy == "zero3-offload"
-    held = 0 if offload else everything / (processes if sharded else 1)
-    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
-    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
-    gradients = held + (outside + block if sharded else max(largest_one, everything - optimizer))
-    averaged = held if args.ema else 0
-    # the next gradient, the last move
-    late = 2 * everything if strategy == "ddp" and args.comm == "late" else 0
-    return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
-            "other": averaged + late, "activations": activations}  # the first late: copies
 
 
 USABLE = {"cuda": 0.92, "cpu": 0.85}  # share of a process's memory; libraries, fragmentation take the rest

@@ -78,7 +78,7 @@ from startup.directory import RunLock, run_directory, run_files, say_changes
 from startup.dry_run import before_data
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
 from training.state import TrainState
-from training.strategies import build_model, copy_weights
+from training.strategies import build_model, copy_weights, refuse_together
 from vocab.vocabulary import tokenizer_id
 from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
 from weights.sampling import sample_prompt, write_sample
@@ -309,29 +309,6 @@ def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
         raise UserError(f"{out} holds a different run than {args.resume}: give another --out, or leave out "
                         f"--resume to go on with the run in {out}.")
     return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
-
-
-def refuse_together(args: Namespace, world: World):
-    """Raises UserError for flags that can't train together, and for shards on GPUs with gloo, which would
-    crash the process.
-    """
-    sharded = args.strategy in SHARDED
-    trains = not uses_model(args)
-    if sharded and (trains or args.eval_only) and world.backend == "gloo" and world.device.type == "cuda":
-        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
-                        "--strategy ddp or zero1, or --backend nccl.")
-    if not trains:
-        return
-    if sharded and args.optimizer == "muon":
-        raise UserError("--optimizer muon needs whole matrices: give --strategy ddp or zero1, or start a new "
-                        "run with --optimizer adamw.")
-    dtype = compute_dtype(args.precision, world.device)
-    if args.comm == "bf16" and args.strategy == "zero1":
-        raise UserError("--comm bf16 needs --strategy ddp, zero2 or zero3: give one, or --comm fp32.")
-    if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
-        raise UserError("--comm bf16 with shards needs --precision bf16: give both, or --comm fp32.")
-    if args.comm == "late" and (args.strategy != "ddp" or dtype == torch.float16):
-        raise UserError("--comm late needs --strategy ddp and --precision bf16 or fp32: or leave it out.")
 
 
 def load_data(run: Run, **more) -> Dataset:

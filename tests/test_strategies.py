@@ -29,7 +29,8 @@ from model import GPT2
 from ops.device import compute_dtype
 from prepare.pipeline import prepare
 from startup import dry_run
-from startup.run import refuse_together, settle
+from startup.run import settle
+from training.strategies import refuse_together
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
               "zero3": {"strategy": "zero3"}, "offload": {"strategy": "zero3-offload"}}

@@ -1,4 +1,6 @@
-"""A model on ranks, replicated or sharded (--strategy), and how it computes (--precision, --compile, …)."""
+"""A model on ranks, replicated or sharded (--strategy), how it computes (--precision, --compile, …), and what
+memory that takes.
+"""
 
 import os
 import warnings
@@ -21,11 +23,34 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from cli.errors import UserError
-from cli.flags import SHARDED
+from cli.flags import SHARDED, uses_model
 from ddp_utils import World
-from model import blocks_of, use_device
+from model import blocks_of, hidden_matrices, num_params, use_device
 from ops.device import compiles, compute_dtype
 from ops.ema import local_shard
+
+
+def refuse_together(args: Namespace, world: World):
+    """Raises UserError for flags that can't train together, and for shards on GPUs with gloo, which would
+    crash the process.
+    """
+    sharded = args.strategy in SHARDED
+    trains = not uses_model(args)
+    if sharded and (trains or args.eval_only) and world.backend == "gloo" and world.device.type == "cuda":
+        raise UserError(f"--strategy {args.strategy} on GPUs needs NCCL, and the backend is gloo: give "
+                        "--strategy ddp or zero1, or --backend nccl.")
+    if not trains:
+        return
+    if sharded and args.optimizer == "muon":
+        raise UserError("--optimizer muon needs whole matrices: give --strategy ddp or zero1, or start a new "
+                        "run with --optimizer adamw.")
+    dtype = compute_dtype(args.precision, world.device)
+    if args.comm == "bf16" and args.strategy == "zero1":
+        raise UserError("--comm bf16 needs --strategy ddp, zero2 or zero3: give one, or --comm fp32.")
+    if args.comm == "bf16" and args.strategy != "ddp" and dtype != torch.bfloat16:
+        raise UserError("--comm bf16 with shards needs --precision bf16: give both, or --comm fp32.")
+    if args.comm == "late" and (args.strategy != "ddp" or dtype == torch.float16):
+        raise UserError("--comm late needs --strategy ddp and --precision bf16 or fp32: or leave it out.")
 
 
 def build_model(model_class: type, config, world: World, strategy: str = "ddp",
@@ -140,3 +165,33 @@ def wrap(model: nn.Module, world: World, comm: str = "fp32") -> nn.Module:
     if comm == "bf16":  # a lambda, because DDP refuses this hook by name without NCCL
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
+
+
+def memory_of(model: nn.Module, strategy: str, args: Namespace, processes: int,
+              activations: int) -> dict[str, float]:
+    """Returns the peak bytes in each process, by type, with `strategy` instead of --strategy.
+
+    zero2 and zero3 hold their shards, gathered parameters, and the gradients of one block and of parameters
+    outside blocks. zero2 gathers all parameters. zero3 gathers two blocks (one is prefetched) and parameters
+    outside blocks. With the other strategies, the largest gradient exists twice for a while, as parts from
+    embedding and head. `warm_up`, which runs before there is optimizer state, holds each gradient twice.
+    """
+    largest_one = 4 * max(p.numel() for p in model.parameters())
+    blocks = [4 * num_params(block) for block in blocks_of(model)]
+    everything = 4 * num_params(model)
+    outside = everything - sum(blocks)
+    block = max(blocks, default=0)
+    state = 2 * everything  # AdamW keeps two numbers per parameter, Muon one
+    if args.optimizer == "muon":
+        state -= 4 * sum(p.numel() for p in hidden_matrices(model))
+    sharded = strategy in SHARDED
+    offload = strategy == "zero3-offload"
+    held = 0 if offload else everything / (processes if sharded else 1)
+    gathered = (everything if strategy == "zero2" else outside + 2 * block) if sharded else 0
+    optimizer = 0 if offload else state if strategy == "ddp" else state / processes
+    gradients = held + (outside + block if sharded else max(largest_one, everything - optimizer))
+    averaged = held if args.ema else 0
+    # the next gradient, the last move
+    late = 2 * everything if strategy == "ddp" and args.comm == "late" else 0
+    return {"parameters": held + gathered, "gradients": gradients + late, "optimizer": optimizer,
+            "other": averaged + late, "activations": activations}  # the first late: copies

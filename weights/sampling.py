@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import random
-import shlex
 import sys
 
 import numpy as np
@@ -313,6 +312,5 @@ def write_sample(model, run, step: int, run_and_wait):
     if dataset.marker_ids["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:
-        command = f"python {sys.argv[0]} --out {shlex.quote(str(run.out))} --prompt {shlex.quote(prompt)}"
-        text += f"\nresponse in the data:\n{expected}\nask it yourself: {command}"
+        text += f"\nresponse in the data:\n{expected}"
     run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")

@@ -32,7 +32,7 @@ from ops.device import compute_dtype
 from prepare.pipeline import LARGER_SPLIT
 from training.evaluation import evaluate
 from training.strategies import build_model, copy_weights, set_modes
-from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer, with_markers
+from vocab.tokenizer import load_tokenizer
 from weights.card import write_card
 from weights.huggingface import logits_of_hf, to_hf
 from weights.init_from import assert_tokenizer
@@ -84,20 +84,13 @@ def load_run(model_class: type, run: str | Path, device: str = "cpu", precision:
 
 
 def tokenizer_of(saved: dict, directory: Path):
-    """The tokenizer of a checkpoint: the one in `directory`, the run's, or if there is none the one that the
-    checkpoint names, such as gpt2. Its end of text is the id that the model was trained with. Raises
-    UserError if there is none at all.
+    """The tokenizer of a checkpoint: the one in `directory`, the run's. Its end of text is the id that the
+    model was trained with. Raises UserError if there is none.
     """
-    name, config = saved["tokenizer"].split()[0], saved["model_config"]
-    if (directory / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(str(directory))
-    elif name in ("bytes", *TIKTOKEN_IDS):
-        tokenizer = load_tokenizer(name)
-        if config.get("response", -1) >= 0:
-            tokenizer = with_markers(tokenizer)
-    else:
+    if not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} holds no tokenizer.json: copy it there from the run's directory, or "
                         "give that directory as --out.")
+    tokenizer, config = load_tokenizer(str(directory)), saved["model_config"]
     eot = config.get("eot", config.get("start"))
     if eot in tokenizer.specials.values():
         tokenizer.eot = eot
@@ -158,9 +151,6 @@ def use_on_rank0(model: nn.Module, run: Run):
         print(*fill_masks(model, tokenizer, args.fill), sep="\n")
 
     def answer(prompt: str, echo: bool = False):
-        if saved["settings"]["data"] == "task:addition" and len(prompt) != 25:
-            print("note: the model was trained only on sums of two twelve-digit numbers, such as "
-                  "400123456789+400876543211", file=sys.stderr)
         texts = samples_of(model, tokenizer, world.device, prompt, args, True, args.num_samples)
         if echo:
             print(prompt, end="\n" if model.config.response >= 0 else "")
