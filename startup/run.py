@@ -2,17 +2,17 @@
 
 A resumed run stays what it was. The value of a flag comes from the last of these that sets it: the parser's
 default, the row of the size, the weights of --init-from, the saved run, this command. The kind of the flag
-(KINDS) decides the rest:
+decides the rest:
 
     kind      a resume that leaves the flag out   a resume that gives another value
     NEW       has the default                     takes it
     PLANNED   plans it for its processes          takes it, and says so
-    KEPT      keeps it                            takes it, and says so
-    OF_DATA   keeps it, for the same --data       takes it, and says so
-    OF_USE    keeps it                            takes it, and says so (the model's, but not its shape)
-    CHOSEN    keeps it                            is refused; --init-from accepts another value
-    SHAPE     keeps it                            is refused, also with --init-from
     FIXED     keeps it                            is refused
+    KEPT      keeps it                            takes it, and says so
+
+A flag that isn't listed below is KEPT, or FIXED if it's a field of the model's configuration. These fields
+are the model's shape, so --init-from keeps them, too, but accepts another --attention and --init. Of --data
+and --tokenizer the content is FIXED, under any name.
 
 - A run that was killed before its first checkpoint starts over with the same command, and refuses another.
 - A run that resumes doesn't read the weights of --init-from again.
@@ -84,24 +84,13 @@ from weights.init_from import assert_context, gentler, nearest_size, reading_of,
 from weights.sampling import sample_prompt, write_sample
 from weights.use import use_model
 
-NEW, PLANNED, KEPT, OF_DATA, OF_USE, CHOSEN, SHAPE, FIXED = (
-    "new", "planned", "kept", "of data", "of use", "chosen", "shape", "fixed")
-KINDS = {
-    NEW: "out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-         "num_samples list_presets wanted_batch largest_batch",
-    PLANNED: "global_batch batch grad_accum",
-    KEPT: "steps epochs lr schedule warmup weight_decay grad_clip ema precision checkpoint_activations "
-          "min_lr decay strategy comm fast wandb log_every eval_every eval_batches save_every keep_last "
-          "init_from loss condition sample_prompt sample_every max_new_tokens temperature top_k top_p "
-          "bp_steps mask_rate",
-    OF_DATA: "max_tokens max_samples min_words",
-    OF_USE: "dropout eval_cycles bp_cycles",
-    CHOSEN: "attention init",
-    SHAPE: "n_layer n_head d_model vocab_size modern ff h_cycles l_cycles inject_input qk_norm halt "
-           "window global_every",
-    FIXED: "seq_len data loss_on seed size optimizer trainer",
-}
-FLAGS = {name: kind for kind, names in KINDS.items() for name in names.split()}
+NEW = ("out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
+       "num_samples list_presets wanted_batch largest_batch").split()
+RECORDED = "tokenizer resume".split()  # NEW, but config.json has them among the flags of a command
+PLANNED = "global_batch batch grad_accum".split()
+FIXED = "seq_len loss_on seed size optimizer trainer ema init_from".split()  # see compare_with_saved
+FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configuration, but KEPT
+LIMITS = "max_tokens max_samples min_words".split()  # KEPT for the same --data
 
 
 def start(command: "Command") -> World:
@@ -134,8 +123,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     row = rows.get(size, {})  # a run resumes even if its size has been removed
     command.parser.check_row(size, row)
     if saved:
-        names = {name for name in command.defaults if FLAGS.get(name) != NEW}
-        names |= {"largest_batch", "eval_batch"}
+        names = command.defaults.keys() - NEW | {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
         if uses_model(Namespace(**given)) and not {"eval_only", "export"} & given.keys():
             recipe["precision"] = "auto"  # what is fast on this machine
@@ -146,8 +134,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
         recipe |= shape_of(command, record, bool(saved))
     flags = command.defaults | {"size": size} | recipe | given
     own_data = saved and flags["data"] == settings["data"]  # the data that the run was trained on
-    flags |= {name: given.get(name) for name, kind in FLAGS.items()
-              if kind == PLANNED or kind == OF_DATA and saved and not own_data}
+    flags |= dict.fromkeys(PLANNED + LIMITS if saved and not own_data else PLANNED) | given
     flags["wanted_batch"] = recipe["global_batch"]
     sources = sources_of(flags["data"])
     length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
@@ -161,24 +148,36 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
 
 
 def shape_of(command: Command, record: dict, resumed: bool) -> dict:
-    """The model's flags in the record of a run or of --init-from, without those that may change. Raises
+    """The fields of the model's configuration that a resume, or else --init-from, keeps from `record`. Raises
     UserError if a given flag contradicts them.
     """
-    known = config_of(command.config_class, record["model_config"], record["path"])
-    free = {OF_USE, FIXED}  # rows may be shorter, see compare_with_saved and find_run
-    names = [option.name for option in flag_fields(command.config_class)]
-    if not resumed:
-        free.add(CHOSEN)
-        names = [name for name in names if name in record["model_config"]]
-    shape = {name: getattr(known, name) for name in names if FLAGS.get(name) not in free}
-    for name, value in shape.items():
-        asked = command.given.get(name, value)
-        if replace(known, **{name: asked}) != known:
-            flag = f"--{'no-' * (asked is False)}{name.replace('_', '-')}"
-            raise UserError(f"{record['path']} was trained with {name} {value}, but the flags say {name} "
-                            f"{asked}: leave out {flag}, or start a new run with another --out and without "
-                            "--init-from.")
+    path, fields = record["path"], record["model_config"]
+    known = config_of(command.config_class, fields, path)
+    names = vars(known).keys() if resumed else fields.keys() - {"attention", "init"}
+    free = {*FREE_FIELDS, "seq_len"}  # rows may be shorter, see compare_with_saved and find_run
+    shape = {field.name: getattr(known, field.name) for field in flag_fields(command.config_class)
+             if field.name in names - free}
+    other = [name for name, value in command.given.items()
+             if name in shape and replace(known, **{name: value}) != known]
+    compare(path, shape, command.given, other,
+            "leave that flag out, or start a new run with another --out and without --init-from")
     return shape
+
+
+def compare(path, before: dict, now: dict, fixed: list[str], way_out: str) -> list[str]:
+    """Compares values with those of a checkpoint. Returns a sentence for each change. Raises UserError, which
+    ends with `way_out`, if a value in `fixed` has changed.
+    """
+    changes = []
+    for name, value in now.items():
+        was = before.get(name, value)
+        if was != value and name in fixed:
+            raise UserError(f"{path} was trained with {name} {was}, not {value}: {way_out}.")
+        if was != value and name not in NEW:
+            changes.append(f"resuming with {name} {value} (was {was})")
+        elif name in LIMITS and value:
+            changes.append(f"resuming with {name} {value}, as it was begun")
+    return changes
 
 
 def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
@@ -265,7 +264,7 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
                  if name.isupper() and isinstance(value, int | float | str | tuple)}
     began = saved["settings"]["began"] if saved else f"{time.strftime('%F %T')} {os.urandom(4).hex()}"
     given = {name: value for name, value in command.given.items()
-             if FLAGS.get(name) != NEW or name in ("tokenizer", "resume")}
+             if name not in NEW or name in RECORDED}
     return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
                command.rows.get(args.size, {}), given, out, saved, began,
                monitor.TrainLog(world.prefix, world.is_rank0))
@@ -287,8 +286,8 @@ def refuse_begun(out: Path, args: Namespace, trainer: str, given: dict):
     config = monitor.read_config(out)
     with suppress(TypeError, KeyError, AttributeError):  # config.json is missing or damaged
         begun, now = (
-            {name: value for name, value in flags.items() if FLAGS.get(name) not in (NEW, PLANNED)
-             or name in ("tokenizer", "resume") and value not in ("auto", "none")}
+            {name: value for name, value in flags.items()
+             if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if begun != now or config["settings"]["trainer"] != trainer:
             command = [*config["commands"]] or ["see config.json"]
@@ -323,7 +322,7 @@ def load_data(run: Run, **more) -> Dataset:
     def read():
         if process.launched:  # see `stop` in prepare/command.py
             handler = signal.signal(signal.SIGINT, leave_at_once)
-        limits = {name: getattr(args, name) for name, kind in FLAGS.items() if kind == OF_DATA}
+        limits = {name: getattr(args, name) for name in LIMITS}
         watch = process.heartbeat.raise_if_lost if process.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
                               **limits) for source in sources_of(args.data)]
@@ -396,7 +395,7 @@ def new_model(run: Run, **config) -> nn.Module:
         sample_prompt(args, dataset)  # raises UserError now instead of after hours
     # the checkpoint or the weights decide the rest of the configuration
     changes = {name: value for name, value in vars(config).items()
-               if name in reading_of(config) or FLAGS.get(name) == OF_USE}
+               if name in reading_of(config) or name in FREE_FIELDS}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     if args.init_from and not saved:
@@ -434,29 +433,21 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
     """Raises UserError if something changed that must not change (shape_of checks the model's shape), and
     says what else changed. A `branch` continues in another directory, and may have another trainer.
     """
-    path = saved["path"]
+    path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
+    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
+        raise UserError(f"{path} was trained with the tokenizer {saved['tokenizer']}, not with "
+                        f"{now['tokenizer']}: {way_out}.")
+    way_out += f" (--init-from {path} starts it from these weights)"
+    if saved["data"] != now["data"]:
+        was, value = (f"{run['settings']['data']} ({run['data'][:12]})" for run in (saved, now))
+        raise UserError(f"{path} was trained with the data {was}, not with {value}: {way_out}.")
     before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on", "torch")}
                      for run in (saved, now))
-    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
-        raise UserError(f"{path} cannot be resumed: tokenizer was {saved['tokenizer']}, now "
-                        f"{now['tokenizer']}. Leave it as it was, or start a new run with another --out.")
-    changes = []
-    for name, value in after.items():
-        was = before.get(name, value)
-        same = saved["data"] == now["data"] if name == "data" else was == value
-        fixed = FLAGS.get(name) == FIXED and not (branch and name == "trainer")
-        if not same and (fixed or name == "ema" and not value or name == "init_from" and not was):
-            if name == "data":  # their names, and the beginning of the digest
-                was, value = f"{was} ({saved['data'][:12]})", f"{value} ({now['data'][:12]})"
-            way = f"; --resume {path} branches off" * (name == "trainer")
-            raise UserError(f"{path} cannot be resumed: {name} was {was}, now {value}. Leave it as it was, "
-                            f"or start a new run with another --out (--init-from {path} starts it from these "
-                            f"weights{way}).")
-        if was != value and FLAGS.get(name) != NEW:
-            changes.append(f"resuming with {name} {value} (was {was})")
-        elif FLAGS.get(name) == OF_DATA and value:
-            changes.append(f"resuming with {name} {value}, as it was begun")
-    for text in changes:
+    # --ema may change, but not end; --init-from may be written in another way
+    free = {"trainer": branch, "ema": after["ema"], "init_from": before["init_from"]}
+    if before["trainer"] != after["trainer"]:
+        way_out += f", or branch off with --resume {path}"
+    for text in compare(path, before, after, [name for name in FIXED if not free.get(name)], way_out):
         say(text)
 
 
