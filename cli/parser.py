@@ -68,20 +68,6 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {', '.join(unknown)}")
         return super().parse_known_args(args, namespace)
 
-    def check_row(self, name: str, row: dict):
-        """Raises UserError for a row of the sizes if a key isn't a flag or its flag refuses the value."""
-        for key in row.keys() - {"vocab_size"}:
-            value = row[key]
-            option = f"--{key.replace('_', '-')}"
-            switch = isinstance(value, bool)
-            sets = f"the row {name!r} of the sizes sets {key}={value!r}"
-            try:
-                read = self.parse_args([option if switch else f"{option}={value}"])
-            except UserError as error:
-                raise UserError(f"{sets}: {error}") from None
-            if vars(read) != {key: switch or value}:
-                raise UserError(f"{sets}: write names with underscores and numbers without quotes.")
-
     def error(self, message):
         message = message.replace("ignored explicit argument", "it takes no value, but got")
         raise UserError(f"{message}; --help-all lists all flags.")

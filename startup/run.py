@@ -71,7 +71,7 @@ from ddp_utils import (
 from loggers.machine import hardware, memory_gb
 from loggers.mfu import MFU
 from loggers.wandb import require_wandb
-from model import num_params, pad_vocab
+from model import ConfigError, num_params, pad_vocab
 from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
 from startup.directory import RunLock, run_directory, run_files, say_changes
@@ -93,9 +93,8 @@ FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configur
 LIMITS = "max_tokens max_samples min_words".split()  # KEPT for the same --data
 
 
-def start(command: "Command") -> World:
+def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
-    args = settle(command)
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
     flags = [*vars(args).items()]
 
@@ -121,7 +120,6 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     settings = saved["settings"] if saved else {}
     size = settings.get("size") or given.get("size") or record.get("size") or next(iter(rows))
     row = rows.get(size, {})  # a run resumes even if its size has been removed
-    command.parser.check_row(size, row)
     if saved:
         names = command.defaults.keys() - NEW | {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
@@ -228,22 +226,23 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     `constants` is the trainer's globals(). Names in capitals are recorded if they are numbers, texts or
     tuples. Nothing is written or locked. Raises UserError on all ranks.
     """
-    world = start(command)
+    resolve = functools.partial(settle, command)
+    args = resolve()
+    world = start(args)
     trainer = Path(constants.get("__file__", "notebook"))
-
     weights = missing = None
     try:
-        if "init_from" in command.given:
-            weights = weights_of(model_class, command.given["init_from"], complete=False)
+        if args.init_from:
+            weights = weights_of(model_class, args.init_from, complete=False)
             weights["size"] = nearest_size(command.rows, weights)
-    except UserError as error:  # doesn't matter to a run that resumes
+            args = resolve(weights=weights)
+    except (UserError, ConfigError) as error:  # doesn't matter to a run that resumes
         missing = error
-    args = settle(command, weights=weights)
     out = run_directory(args, trainer.stem)
     saved = find_checkpoint(out, args, world)
     if saved:
         assert_family(saved, model_class)
-        args = settle(command, saved)
+        args = resolve(saved)
     elif missing:
         raise missing
     else:
@@ -252,7 +251,7 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
         out = run_directory(args, trainer.stem)
         if saved and (later := later_of_branch(out, saved, args)):
             saved = later
-            args = settle(command, saved)
+            args = resolve(saved)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_together(args, world)
