@@ -37,9 +37,6 @@ def format_known(values: dict, formats: dict[str, str]) -> list[str]:
 # -----------------------------------------------------------------------------------------------------------
 # What a trainer reports
 
-NO_BYTES = ("note: evaluations report no bits per byte: the tokens don't spell each byte of the text, and "
-            "its bytes weren't counted; preparing text again counts them (not for pairs)")
-
 # Tags of the curves in TensorBoard, by the keys of a record
 TAGS = {"loss": "Loss/train_step", "epoch_loss": "Loss/train_epoch", "val_loss": "Loss/val_epoch",
         "epoch_seconds": "Time/epoch_seconds", "lr": "LR", "grad_norm": "GradNorm",

@@ -44,8 +44,6 @@ class EventFile:
             if isinstance(value, int | float) and base not in OTHER_KEYS:
                 tag = TAGS.get(base, f"{own}/{base}") + slash + name
                 points.append(Summary.Value(tag=tag, simple_value=value))
-                if tag.startswith("Loss/") and "tokens" in record:  # also over tokens
-                    self._writer.add_scalar(f"Tokens/{tag}", value, record["tokens"], record.get("time"))
         self._writer.file_writer.add_summary(Summary(value=points), record["step"], record.get("time"))
 
     def _end_of_epoch(self, record: dict) -> dict[str, float]:

@@ -19,7 +19,6 @@ from loggers.picture import History
 from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
 from model import blocks_of, num_params
-from monitor import NO_BYTES
 from prepare.pipeline import LARGER_SPLIT
 from weights.huggingface import HF_FAMILIES
 
@@ -150,22 +149,14 @@ steps and batches
   steps       {run.steps:,}, {rows / batch:.1f} an epoch
   tokens      {batch * settings["seq_len"]:,} a step, {run.steps * batch * settings["seq_len"]:,} in all"""))
 
-    if not blocks:
-        run.say(f"WARNING: no layer of {name} inherits Block of model.py: none will be compiled, recomputed "
-                "by --checkpoint-activations or sharded by itself")
     passes = run.steps * batch / rows
     if passes > 20 and not settings["epochs"] and dataset.loss == "all":  # pairs need many passes
         run.say(f"WARNING: the run reads this text {passes:,.0f} times: for a small text give --epochs 3 and "
                 "a smaller --global-batch, or start with --init-from")
-    if settings["epochs"] and run.steps < 100:
-        run.say(f"WARNING: {run.steps} steps are too few to learn much: try --steps 300, more --epochs or a "
-                "smaller --global-batch")
     warmup = settings["warmup"] if settings["warmup"] >= 1 else settings["warmup"] * run.steps
     if warmup > run.steps / 3:
         run.say(f"WARNING: the learning rate rises in {warmup:.0f} of {run.steps} steps: give a smaller "
                 "--warmup or more --steps")
-    if not all(getattr(rows, "byte_ratio", 1) > 0 for rows in dataset.val.values()):  # it may be NaN
-        run.say(NO_BYTES)
     if len(dataset.val_splits) > 1:
         run.say("WARNING: the data directories hold out different parts "
                 f"({', '.join(sorted(dataset.val_splits))}), so a document in two of them can be in training "

@@ -123,7 +123,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     if saved:
         names = command.defaults.keys() - NEW | {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
-        if uses_model(Namespace(**given)) and not {"eval_only", "export"} & given.keys():
+        if {"prompt", "chat", "fill"} & given.keys():
             recipe["precision"] = "auto"  # what is fast on this machine
     else:
         recipe = row | {"largest_batch": row["batch"], "eval_batch": row["global_batch"]}

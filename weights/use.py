@@ -276,8 +276,6 @@ def evaluate_only(model: nn.Module, run: Run):
     if results is None:  # stopped by a signal
         raise KeyboardInterrupt
     if world.is_rank0:
-        if not {"val_exact", "val_bits_per_byte"} & results.keys():
-            print(monitor.NO_BYTES)
         where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
         print(" | ".join([where, *monitor.results(results)]))
         record = {"step": saved["step"], "data": dataset.name} | results
