@@ -169,8 +169,6 @@ def measure_network(world: World, limit: float):
             wire = 2 * (world.world_size - 1) / world.world_size * nbytes * 8 / seconds / 1e9
             say(f"all_reduce of {nbytes / 1e6:5g} MB: {seconds * 1e3:9.2f} ms, {wire:7.3f} Gbit/s out of "
                 "each rank")
-        if large < 100_000_000:
-            print("the network is too slow to send 100 MB in time, so this sent 10 MB")
         say(f"so gradients of 100 M parameters take {4e8 * times[large] / large:.3g} s in each step; half of "
             "that with --comm bf16; a quarter with --comm late, while the next step runs; a larger "
             "--global-batch sends them less often")

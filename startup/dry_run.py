@@ -179,10 +179,9 @@ memory of a process in GB"""))
         say(f"{strategy:13}" + "".join(f"{n / 1e9:{width}.2f}" for n, width in numbers)
             + f"{'yes' if strategy in fitting else 'no':>5}")
     file = sum(table["ddp"][part] for part in ("parameters", "optimizer", "other")) / 1e9
-    twice = gpus and f" to {2 * file:.2f}" or ""  # torch rounds pinned memory up to a power of two
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
-        f"{args.keep_last}, the best and the one being written, and {file:.2f}{twice} GB of rank 0's host "
-        "memory")
+        f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host "
+        "memory (on GPUs up to twice that)")
     chosen = args.strategy
     one = table[chosen] | {"activations": activations // batch}
     ways = ["a smaller --batch"] if batch > 1 and fits(one, gigabytes, device) else []

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import select
 import shlex
 import shutil
 import sys
@@ -131,9 +130,9 @@ def use_on_rank0(model: nn.Module, run: Run):
     assert_tokenizer(saved, tokenizer, "give the directory of that run as --out")
     print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
     if args.export == "gguf":
-        path, modern = out / "model.gguf", vars(model.config).get("modern")
+        path = out / "model.gguf"
         export(model, path, tokenizer, to_gguf, logits_of_gguf)
-        say(f"{path} is ready for llama-cli -m, {'' if modern else 'Ollama '}and LM Studio")
+        say(f"{path} is ready for llama-cli -m")
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
@@ -180,14 +179,10 @@ def use_on_rank0(model: nn.Module, run: Run):
 
 
 def typed() -> str:
-    """What the user types at a prompt. In a terminal, all lines that are waiting, so a paste is one text."""
+    """The line that the user types at a prompt."""
     with suppress(*FAULTS):  # not every Python has readline
-        import readline  # lets `input` edit lines, and take very long ones
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    text = input("> " if sys.stdin.isatty() else "")
-    while sys.stdin.isatty() and select.select([sys.stdin], [], [], 0.05)[0]:
-        text += f"\n{input()}"
-    return text
+        import readline  # noqa: F401, lets `input` edit lines, and take very long ones
+    return input("> " if sys.stdin.isatty() else "")
 
 
 def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Callable):
