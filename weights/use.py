@@ -164,8 +164,8 @@ def use_on_rank0(model: nn.Module, run: Run):
     if prompt is not None:
         answer(prompt, echo=args.num_samples == 1)
     if chat:
-        print("note: the model sees only what you type now, not what was said before: to continue a "
-              "conversation, paste it as lines before the next question", file=sys.stderr)
+        print("note: the model sees only the line that you type, not what was said before: to continue a "
+              "conversation, give its messages as the lines of one --prompt", file=sys.stderr)
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
             text = typed()
