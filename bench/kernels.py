@@ -21,7 +21,6 @@ import sys
 import time
 import timeit
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,28 +119,22 @@ def attention(say, device) -> None:
             return {"equal": all(map(torch.equal, both(), both())),
                     "forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
 
-    others = ["FA4"] if any(distributions(name="flash-attn-4")) else []
-    for flash in (None, *others):  # which stay active
-        if flash:
-            torch.nn.attention.activate_flash_attention_impl(flash)
-        backends = [SDPBackend.FLASH_ATTENTION] if flash else [
-            SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        for (B, H, T, D), strict in itertools.product(ATTENTION, (False, True)):
-            torch.use_deterministic_algorithms(strict)
-            B, T = (B, T) if device.type == "cuda" else (2, 64)
-            q, k, v, grad = (torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2)
-                             for _ in range(4))  # laid out as in the models
-            inputs = [t.requires_grad_() for t in (q, k, v)]
-            forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-            chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True))
-            for backend in backends:
-                attempt(say, {"shape": [B, H, T, D], "strict": strict, "backend": flash or backend.name,
-                              "chosen": backend == chosen and not flash},
-                        partial(measure, backend, forward, inputs, grad))
-            if device.type == "cuda" and not flash:  # a CPU has no backward pass of it
-                mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
-                attempt(say, {"shape": [B, H, T, D], "strict": strict, "backend": "FLEX", "chosen": False},
-                        partial(measure, None, partial(flex, *inputs, block_mask=mask), inputs, grad))
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    for (B, H, T, D), strict in itertools.product(ATTENTION, (False, True)):
+        torch.use_deterministic_algorithms(strict)
+        B, T = (B, T) if device.type == "cuda" else (2, 64)
+        q, k, v, grad = (torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2)
+                         for _ in range(4))  # laid out as in the models
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True))
+        for backend in backends:
+            attempt(say, {"shape": [B, H, T, D], "strict": strict, "backend": backend.name,
+                          "chosen": backend == chosen}, partial(measure, backend, forward, inputs, grad))
+        if device.type == "cuda":  # a CPU has no backward pass of it
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
+            attempt(say, {"shape": [B, H, T, D], "strict": strict, "backend": "FLEX", "chosen": False},
+                    partial(measure, None, partial(flex, *inputs, block_mask=mask), inputs, grad))
 
 
 def configs_since(known: list) -> dict:

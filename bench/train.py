@@ -7,7 +7,6 @@
     python bench/train.py mlm --size 17m --peer hf                            # ModernBertForMaskedLM
     python bench/train.py hrm --size 1b --batch 24 --also="--checkpoint-activations block"    # ours twice
     python bench/train.py gpt2 --also="--code ../before"      # ours, and another checkout of this repository
-    python bench/train.py gpt2 --also=--wrap-fa4              # with FlashAttention 4, also under torch 2.11
 
 Each contestant is a process that keeps its model. All start and compile at the same time. A round is
 `--steps` steps of each in turn, and gives one ratio. The table has the wall clock and CPU seconds (user +
@@ -134,16 +133,12 @@ def stage(args, row: dict, device, dense_labels: bool = False) -> list:
 
 def ours(args, row, device):
     """Trains as our trainers do."""
-    from torch.nn.attention import current_flash_attention_impl
-
     import ddp_utils
     import train_gpt2
     from loggers.mfu import flops_per_token
     from model import make_optimizers
     from startup.run import settle
     world = ddp_utils.init(device=device.type, fast=args.fast)
-    if args.wrap_fa4:
-        wrap_fa4()
     made = make_model(args, row, world.device)
     model_class = type(made)
     model = build_model(model_class, made.config, world)
@@ -153,8 +148,6 @@ def ours(args, row, device):
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
     run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
-    if args.wrap_fa4 and device.type == "cuda" and current_flash_attention_impl() != "FA4":
-        raise RuntimeError("FlashAttention 4 was refused here: --verbose shows why")
     state = TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)
@@ -173,26 +166,7 @@ def ours(args, row, device):
 
     example = {"gpt2": {}, "hrm": {"bp_steps": BP_STEPS}, "mlm": {"mask_rate": MASK_RATE}}[args.model]
     flops = flops_per_token(model_class, model.config, **example)
-    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops,
-                  "wrapped": args.wrap_fa4}
-
-
-def wrap_fa4() -> None:
-    """Replaces torch's flash attention by FlashAttention 4. Before 2.14, torch unpacks two values of a
-    function that now returns more, so drop the others.
-    """
-    import functools
-
-    import flash_attn.cute.interface as interface
-    from torch.nn import attention
-    forward = interface._flash_attn_fwd
-
-    @functools.wraps(forward)  # the package reads attributes of it
-    def first_two(*args, **kwargs):
-        return forward(*args, **kwargs)[:2]
-
-    interface._flash_attn_fwd = first_two
-    attention.activate_flash_attention_impl("FA4")
+    return step, {"precision": str(model.compute_dtype).removeprefix("torch."), "flops": flops}
 
 
 def autocast(args, device):
@@ -537,8 +511,6 @@ def summary(args, contestants: list[Process]) -> dict:
                           "first_loss": c.losses[0], "loss": c.losses[-1],
                           "mfu": flops * speed / peak if flops and peak else None,
                           "steps": len(c.losses), "rounds": c.rounds}
-        if c.facts.get("wrapped"):
-            found[c.name]["attention"] = f"{c.facts.get('attention', '')} wrapped".strip()
         each = {clock: [b[clock] / a[clock] for a, b in zip(contestants[0].rounds, c.rounds)]
                 for clock in ("seconds", "cpu")}
         if c is not contestants[0] and each["cpu"]:
@@ -636,8 +608,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="afterwards, profile "
                         "this many steps and show the slowest kernels (0)")
     parser.add_argument("--fast", action="store_true", help="ours without deterministic algorithms")
-    parser.add_argument("--wrap-fa4", action="store_true", help="ours with FlashAttention 4, wrapped for "
-                        "torch before 2.14")
     parser.add_argument("--checkpoint-activations", choices=("none", "block", "selective"), default="none")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile (default: on GPUs)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -151,31 +151,6 @@ def test_an_older_checkout_trains_with_its_own_code(tmp_path):
     assert ours["first_loss"] == theirs["first_loss"] and ours["loss"] != theirs["loss"]
 
 
-@pytest.mark.full
-def test_a_row_says_that_flash_attention_4_was_wrapped(tmp_path):
-    package = tmp_path / "flash_attn" / "cute"
-    package.mkdir(parents=True)
-    (package / "interface.py").write_text("def _flash_attn_fwd(): ...\ndef _flash_attn_bwd(): ...\n")
-    found, _ = race(tmp_path, "gpt2", "--also=--wrap-fa4", PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert found["ours --wrap-fa4"]["attention"] == "wrapped" and "attention" not in found["ours"]
-
-
-def test_the_wrapper_returns_two_values_and_keeps_attributes(monkeypatch):
-    def forward(x, *, y):
-        return x, y, "more", "still more"
-
-    forward.compile_cache = {}
-    interface = SimpleNamespace(_flash_attn_fwd=forward)
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(cute=SimpleNamespace(interface=interface)))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    activated = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    module_of("train").wrap_fa4()
-    assert interface._flash_attn_fwd(1, y=2) == (1, 2) and activated == ["FA4"]
-    assert interface._flash_attn_fwd.compile_cache is forward.compile_cache
-
-
 NO_READINGS = {"sm_mhz": None, "watts": None, "watts_limit": None}
 
 
