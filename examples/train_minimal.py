@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import data
@@ -33,14 +31,14 @@ world_size = int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 world = SimpleNamespace(rank=rank, world_size=world_size, device=device)
 if world_size > 1:
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.set_num_threads(max(1, cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun sets 1
 
 def over_all(value: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all processes, in float64."""
     total = value.double()
     if world_size > 1:
-        dist.all_reduce(total)
+        torch.distributed.all_reduce(total)
     return total
 
 # Data, model, optimizer, and the state of a killed run
@@ -56,7 +54,7 @@ if CHECKPOINT.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     step = saved["step"]
-wrapped = DistributedDataParallel(model) if world_size > 1 else model
+wrapped = torch.nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
 for _ in range(2):  # after its first backward pass DDP sums in another order, so a resumed run would differ
     wrapped(**model.dummy_inputs(BATCH, device))[0].backward()
 
