@@ -13,9 +13,25 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BOUNDS = {"trainers": 4450, "model.py": 8010, "data.py": 6400, "ddp_utils.py": 12040, "monitor.py": 3565,
-          "test_ddp.py": 1550, "cli/": 6840, "prepare/": 13935, "weights/": 12420, "loggers/": 6100,
-          "cluster/": 6300, "ops/": 3250, "together": 84245}
+# The most tokens of each row: files and folders with a + between them, as in the floors of docs/changing.md
+BOUNDS = {
+    "train_gpt2.py + train_hrm.py + train_mlm.py": 4300,
+    "startup/": 7800,
+    "weights/": 11_900,
+    "training/": 5500,
+    "test_ddp.py": 1500,
+    "ddp_utils.py": 6400,
+    "loggers/ + monitor.py": 7400,
+    "prepare/": 10_100,
+    "model.py": 7800,
+    "data.py": 5400,
+    "vocab/": 4000,
+    "cluster/": 4600,
+    "ops/": 3300,
+    "cli/": 3900,
+    "together": 81_000,
+    "lines of ddp_utils.py": 1050,
+}
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)
 
@@ -41,22 +57,28 @@ def count(path: Path) -> int:
     return tokens
 
 
-def sizes() -> dict[str, int]:
-    """Counts the tokens for each name in BOUNDS."""
+def sizes(root: Path = ROOT) -> dict[str, int]:
+    """Counts the tokens of each row of BOUNDS. A copy of a trainer beside the originals doesn't count. Raises
+    KeyError for a file or a folder that is in no row.
+    """
+    rows = {name: row for row in BOUNDS for name in row.split(" + ")}
     found = dict.fromkeys(BOUNDS, 0)
-    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
-    for path in [*ROOT.glob("*.py"), *(path for folder in packages for path in folder.rglob("*.py"))]:
-        name = f"{path.relative_to(ROOT).parts[0]}/" if path.parent != ROOT else path.name
-        tokens = count(path)
-        found["trainers" if name.startswith("train_") else name] += tokens
-        found["together"] += tokens
+    folders = [path.parent for path in root.glob("*/__init__.py")]
+    for path in [*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]:
+        top = path.relative_to(root).parts[0]
+        name = top if path.parent == root else f"{top}/"
+        if name in rows or not name.startswith("train_"):
+            tokens = count(path)
+            found[rows[name]] += tokens
+            found["together"] += tokens
+    found["lines of ddp_utils.py"] = len((root / "ddp_utils.py").read_text(encoding="utf-8").splitlines())
     return found
 
 
 if __name__ == "__main__":
     worse = False
-    for name, tokens in sizes().items():
-        over = max(tokens - BOUNDS[name], 0)
+    for row, size in sizes().items():
+        over = max(size - BOUNDS[row], 0)
         worse |= over > 0
-        print(f"{name:14} {tokens:7,} of {BOUNDS[name]:7,}" + f"  EXCEEDED by {over}" * (over > 0))
+        print(f"{row:44} {size:7,} of {BOUNDS[row]:7,}" + (f"  EXCEEDED by {over}" if over else ""))
     sys.exit(worse)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from count_tokens import BOUNDS, sizes
 
 # Commands that forward to a higher floor, but only inside their main()
 FORWARD = {"data.py", "monitor.py"}
@@ -107,3 +108,18 @@ def test_an_import_upwards_is_found(tmp_path, files, wrong):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert bool(faults(tmp_path, GUIDE)) is wrong
+
+
+def test_each_name_on_a_floor_has_a_bound_of_tokens():
+    named = {name for row in floors((ROOT / "docs/changing.md").read_text()) for name in row}
+    bounded = {name.removesuffix("/").removesuffix(".py") for row in BOUNDS for name in row.split(" + ")}
+    assert bounded - {"together", "lines of ddp_utils"} == named
+
+
+def test_copies_of_trainers_are_not_counted(tmp_path):
+    for name in ("ddp_utils.py", "train_gpt2.py", "train_mine.py"):
+        (tmp_path / name).write_text("a = 1\n")
+    assert sizes(tmp_path)["together"] == 6
+    (tmp_path / "other.py").write_text("")
+    with pytest.raises(KeyError, match="other.py"):  # what is in no row would grow unseen
+        sizes(tmp_path)
