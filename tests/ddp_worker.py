@@ -108,12 +108,12 @@ def check_lost_best(world: World) -> None:
         checkpoints.log = SimpleNamespace(evaluations={1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0})
         checkpoints.save(1, state, {"loss": 2.5, "settings": {"steps": 9}})
         checkpoints.mark_best(1)
-        futures.wait(checkpoints.unwritten)
+        futures.wait(ddp_utils.process.unwritten)
         checkpoints.save(2, state, {"loss": 2.5, "settings": {"steps": 9}})
-        futures.wait(checkpoints.unwritten)
+        futures.wait(ddp_utils.process.unwritten)
         with mock.patch.object(os, "replace", side_effect=OSError("full")):
             checkpoints.mark_best(2)
-            futures.wait(checkpoints.unwritten)
+            futures.wait(ddp_utils.process.unwritten)
         for step in (3, 4):  # their updates were skipped
             checkpoints.mark_best(step)
         checkpoints.save(5, state, {"loss": 2.5, "settings": {"steps": 9}})

@@ -21,6 +21,7 @@ from processes import fork
 
 from cli.errors import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints
+from model import ConfigError
 
 TIMES = ("time", "tokens_per_sec", "mem_gb", "System")  # what may differ between two runs
 # A model so small that starting Python is the longest part of a run.
@@ -133,7 +134,7 @@ class Trainer:
                 patch.setenv("OMP_NUM_THREADS", "1")  # as conftest.start does: the number of threads
                 torch.set_num_threads(1)  # changes the order of sums
                 module_of(self.script).main()
-        except UserError as error:
+        except (UserError, ConfigError) as error:
             code = error.exit_code
             text.write(f"error: {error}\n")
         finally:

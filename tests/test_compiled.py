@@ -142,7 +142,7 @@ def test_selective_checkpointing_keeps_flex_attention(monkeypatch, kept):
 
     if not kept:
         monkeypatch.setattr(model, "_KEPT", {op for op in model._KEPT if "flex" not in str(op)})
-    monkeypatch.setattr(MLMConfig, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(model, "uses_flex", lambda head_dim, device: True)
     monkeypatch.setattr(Block, "flex_attention", staticmethod(flex_attention.flex_attention))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # no backward on CPUs, it says
     monkeypatch.setattr(model, "compiled_once", lambda function: function)

@@ -9,7 +9,6 @@ from states import train_state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ddp_utils
-from cli.errors import at_end
 from ddp_utils import StopVote
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops.cross_entropy import LOSS_ROWS
@@ -36,7 +35,6 @@ def world(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield ddp_utils.init("nccl", "cuda")
-    at_end.close()  # gives torch its own attention back
     torch.distributed.destroy_process_group()
     torch.use_deterministic_algorithms(False)
 

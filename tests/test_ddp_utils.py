@@ -363,7 +363,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
     checkpoints.save(1, state, META)
-    wait(checkpoints.unwritten)
+    wait(ddp_utils.process.unwritten)
     real = torch.save
 
     def fail(content, file):
@@ -373,7 +373,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     checkpoints.save(2, state, META)
     checkpoints.mark_best(2)
-    wait(checkpoints.unwritten)
+    wait(ddp_utils.process.unwritten)
     assert len(said) == 2 and said[0].startswith("saved step 1 (")
     assert "with 370.00 GB free on the disk" in said[1]  # not 3.7e+02
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
@@ -382,10 +382,10 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     checkpoints.log = SimpleNamespace(evaluations={2: 1.0})
     checkpoints.save(3, state, META)
     assert checkpoints.log.evaluations == {2: math.inf}  # so that the next evaluation can be the best
-    wait(checkpoints.unwritten)
+    wait(ddp_utils.process.unwritten)
     assert [int(p.name[5:13]) for p in list_checkpoints(tmp_path)] == [3, 1]
     checkpoints.mark_best(3)
-    wait(checkpoints.unwritten)
+    wait(ddp_utils.process.unwritten)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["step"] == 3
     monkeypatch.setattr(torch, "save", fail)
     checkpoints.save(4, state, META)
@@ -421,7 +421,7 @@ def test_marking_the_same_best_again_leaves_nothing_behind(tmp_path, world):
 def test_no_rank_waits_in_a_collective_for_the_last_write(world, monkeypatch):
     """Rank 0 may write for longer than --timeout."""
     order = []
-    monkeypatch.setattr(ddp_utils, "all_gather", lambda value: order.append("all_gather") or [value])
+    monkeypatch.setattr(startup.run, "all_gather", lambda value: order.append("all_gather") or [value])
     stop = SimpleNamespace(agreed=0, read=lambda: order.append("read"))
     checkpoints = SimpleNamespace(world=world, close=lambda: order.append("close"))
     run = SimpleNamespace(world=world, checkpoints=checkpoints, steps=1,

@@ -157,8 +157,8 @@ def test_the_precision_of_the_run_is_compared_too(name, form, tmp_path):
     models.use_device(model, torch.device("cpu"), torch.bfloat16)
     export(model, tmp_path, form)
 
-    def exchanged(q, k, v, mask, is_causal):  # the values of heads
-        return models.cpu_attention(q, k, v.flip(1), mask, is_causal)
+    def exchanged(q, k, v, *mask):  # the values of heads
+        return models.cpu_attention(q, k, v.flip(1), *mask)
 
     for block in models.blocks_of(model):
         block.cpu_attention = exchanged

@@ -252,7 +252,7 @@ def test_an_error_of_the_device_stays_what_it_is(tmp_path):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     settings = {"log_every": 1, "eval_every": 9, "steps": 9}
-    text = monitor.TrainLog(tmp_path / "train.log", "", False)
+    text = monitor.TrainLog("", active=False)
     log = monitor.RunLog(tmp_path, text, settings, [], 0, 1.0, "OK")
     metrics = SimpleNamespace(reduce=dict, machines=dict)
     with pytest.raises(RuntimeError, match="device-side assert"):

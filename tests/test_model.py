@@ -32,6 +32,7 @@ from loggers.mfu import flops_per_token
 from model import (
     HRM,
     Block,
+    ConfigError,
     HRMBlock,
     HRMConfig,
     Linear,
@@ -1225,7 +1226,7 @@ def test_flops_are_counted_in_attention_of_any_kind():
     ({"d_model": 33}, "--d-model 33"), ({"d_model": 30}, "--n-head"),
     ({"vocab_size": 65}, "64 rows .* 65 ids")], ids=str)
 def test_impossible_shapes_are_refused(config, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         hrm(**config)
 
 

@@ -289,7 +289,8 @@ OF_RUN = {"sync": "OK", "val_tokens": 8, "entropy": 2.89861}
 
 def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, **changes) -> RunLog:
     """A log that is open after `step` steps. `sinks` are made of it."""
-    text = monitor.TrainLog(out / "train.log", "[Rank 0/1]", active)
+    text = monitor.TrainLog("[Rank 0/1]", active)
+    text.open(out / "train.log")
     log = RunLog(out, text, settings, monitor.records_until(out, step, text.say), **OF_RUN | changes)
     log.begin(step, {})
     log.loggers += [make(log) for make in sinks]
@@ -707,12 +708,12 @@ def test_a_bar_is_drawn_on_the_stream_that_is_a_terminal(tmp_path, monkeypatch, 
     assert "10/10" in "".join(drawn) and capsys.readouterr().err == ""
 
 
-def test_lines_where_tqdm_is_disabled(tmp_path):
+def test_lines_where_tqdm_is_disabled():
     """Its variable is read when it is imported."""
     code = ("import os, pty, sys, tqdm, monitor; os.get_terminal_size = lambda fd: (80, 24); "
-            "log = monitor.TrainLog(monitor.Path(sys.argv[1]), 'rank 0'); log.begin(0, 9); "
+            "log = monitor.TrainLog('rank 0'); log.begin(0, 9); "
             "log.write({'step': 1, 'loss': 2.0}, 'loss 2')")
-    command = f"import pty; pty.spawn([{sys.executable!r}, '-c', {code!r}, {str(tmp_path / 'log')!r}])"
+    command = f"import pty; pty.spawn([{sys.executable!r}, '-c', {code!r}])"
     done = finish(start([sys.executable, "-c", command], TQDM_DISABLE=1))
     assert done.code == 0 and done.out.strip().endswith(" rank 0 step 1/9 | loss 2"), done.out
 

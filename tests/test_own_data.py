@@ -356,7 +356,7 @@ def mean_of_last_three(out) -> dict[str, torch.Tensor]:
     (0, "ddp"), pytest.param(2, "ddp", marks=FULL), pytest.param(2, "zero1", marks=FULL), (2, "zero3")])
 def test_an_average_of_ones_own_is_what_is_evaluated_kept_and_resumed(ranks, strategy, shards, tmp_path):
     flags = AVERAGE | {"strategy": strategy}
-    trainer = changed(tmp_path / f"train_lawa_{strategy}_{ranks}.py", (LAWA, "meta = "))
+    trainer = changed(tmp_path / f"train_lawa_{strategy}_{ranks}.py", (LAWA, "log, meta, "))
     train = ranks_of(trainer, ranks)
     done = train(shards, tmp_path / "whole", **flags)
     assert done.code == 0, done.out
@@ -381,7 +381,7 @@ def test_an_average_of_ones_own_is_what_is_evaluated_kept_and_resumed(ranks, str
 def test_a_resume_would_show_an_average_that_is_not_restored(shards, tmp_path):
     forgetful = LAWA.replace(', "kept": self.kept', "")
     assert forgetful != LAWA
-    trainer = changed(tmp_path / "train_forgetful.py", (forgetful, "meta = "))
+    trainer = changed(tmp_path / "train_forgetful.py", (forgetful, "log, meta, "))
     assert trainer.train(0, shards, tmp_path / "whole", **AVERAGE).code == 0
     with pytest.raises(AssertionError, match="differ"):
         assert_resumes(trainer, shards, tmp_path, **AVERAGE)
@@ -397,7 +397,7 @@ def test_an_average_begins_with_the_weights_of_a_run_that_had_none(strategy, sha
     four = LAWA.replace("* 3", "* 4").replace("% 3", "% 4")
     for steps, code, number in ((6, LAWA, 3), (8, four, 4)):
         before = read_checkpoint(list_checkpoints(tmp_path / "run")[0])["tensors"]["model"]["embed.weight"]
-        trainer = changed(path, (code, "meta = "))
+        trainer = changed(path, (code, "log, meta, "))
         done = trainer.fork(ranks, shards, tmp_path / "run", **flags | {"steps": steps})
         assert done.code == 0, done.out
         kept = read_checkpoint(list_checkpoints(tmp_path / "run")[0])["tensors"]["kept"]["embed.weight"]
@@ -409,7 +409,7 @@ def test_an_average_begins_with_the_weights_of_a_run_that_had_none(strategy, sha
 @pytest.mark.parametrize("code, strategy", [
     (LAWA, "ddp"), (LAWA, "zero3"), (SUMS, "ddp"), (GENERATED, "zero1")])
 def test_it_is_killed_on_two_processes(code, strategy, shards, tmp_path):
-    changes = [(code, "meta = ")] if code == LAWA else [(code, TOP), (ASKED, USE)]
+    changes = [(code, "log, meta, ")] if code == LAWA else [(code, TOP), (ASKED, USE)]
     seq_len = 4 if code == SUMS else 32
     trainer = changed(tmp_path / "train_mine.py", *changes)
     trainer.check_killed_run(tmp_path, 2, shards, strategy=strategy, steps=40, batch=2, seq_len=seq_len)

@@ -276,7 +276,7 @@ def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
     top, load, loss = guide_blocks("A teacher")
     top = "import torch\n" + top.replace('"runs/teacher"', repr(str(teacher)))
-    return changed(path, (top, "BETAS = "), ("=" + load, "meta = "),
+    return changed(path, (top, "BETAS = "), ("=" + load, "log, meta, "),
                    ("=" + loss, "objective, sums = "), *more)
 
 
@@ -324,8 +324,8 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(teacher, shards, co
     top, load, _ = guide_blocks("A teacher")
     load = load.replace("TEACHER", repr(str(own)))
     teacher, _, identity = load.splitlines()
-    late = changed(tmp_path / "train_late.py", (top, "BETAS = "), ("=" + identity, "meta = "),
-                   (teacher, "step, samples = check"))
+    late = changed(tmp_path / "train_late.py", (top, "BETAS = "), ("=" + identity, "log, meta, "),
+                   (teacher, "if is_complete("))
     with pytest.raises(UnboundLocalError, match="local variable 'teacher'"):
         late.train(0, shards, tmp_path / "late")
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none").train(0, shards, tmp_path / "gone")
@@ -367,7 +367,7 @@ def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shard
     """DPO as the guide has it, on random pairs, in bf16; the loss of the first step is ln 2 exactly."""
     reference, loss, _ = guide_blocks("Preferences")
     top = "import torch\n" + guide_blocks("A teacher")[0]
-    trainer = changed(tmp_path / "train_dpo.py", (top, "BETAS = "), (reference, "meta = "),
+    trainer = changed(tmp_path / "train_dpo.py", (top, "BETAS = "), (reference, "log, meta, "),
                       (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run", init_from=teacher, strategy=strategy, **flags)
@@ -467,7 +467,7 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(
     same = "run.say(f'the same: {torch.equal(model.eval()(z), reference(z))}')"
     draw = "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256"
     path = tmp_path / f"train_reads_{source}_{attention}.py"
-    trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "meta = "))
+    trainer = changed(path, (HEAD, "import data"), (f"{load}\n{draw}\n{same}\nmodel.train()", "log, meta, "))
     flags = {"n_layer": None, "attention": attention, "init_from": teacher, "steps": 1}
     done = trainer.train(0, shards, tmp_path / "run", **flags)
     assert done.code == 0 and f"the same: {not warned}" in done.out, done.out
@@ -478,7 +478,7 @@ def test_a_reference_without_the_ids_of_pairs_is_named(pairs, shards, tmp_path):
     base = tmp_path / "base"
     assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=128).code == 0
     load = "reference = load_frozen(model, run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "meta = "))
+    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (load, "log, meta, "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
     assert done.code == 2 and "pairs add ids to it, so train that model on pairs first." in done.out, done.out
 
@@ -547,27 +547,6 @@ def test_adapters_that_cannot_train_alike_are_named(shards, tmp_path):
         sharded = adapters(tmp_path / f"train_{name}.py", more=more)
         done = sharded.fork(2, shards, tmp_path / name, strategy="zero3")
         assert done.code and re.search(r"down.* was added to the model after new_model", done.out), done.out
-
-
-REDRAWN = "torch.nn.init.normal_(model.embed.weight, std=0.02)"
-
-
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.full)])
-def test_weights_drawn_again_for_shards_are_warned_of(strategy, shards, tmp_path):
-    """On a CPU each shard gets the same numbers; a resumed run has its own, without a warning."""
-    trainer = changed(tmp_path / f"train_again_{strategy}.py", (HEAD, "import data"), (REDRAWN, "example = "))
-    said = "WARNING: embed.weight changed after new_model"
-    done = trainer.fork(2, shards, tmp_path / "run", steps=4, strategy=strategy)
-    assert done.code == 0 and (said in done.out) == (strategy == "zero3"), done.out
-    again = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
-    assert again.code == 0 and said not in again.out, again.out
-
-
-def test_a_change_in_the_shards_of_another_rank_is_warned_of(shards, tmp_path):
-    line = "ddp.local_shard(model.embed.weight.detach()).mul_(1 + world.rank)"
-    trainer = changed(tmp_path / "train_rows.py", (line, "example = "))
-    done = trainer.fork(2, shards, tmp_path / "run", steps=1, strategy="zero3")
-    assert done.code == 0 and "WARNING: embed.weight changed after new_model" in done.out, done.out
 
 
 def number(text: str) -> int:

@@ -583,10 +583,12 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     idx[0, 5:] = START  # a row of padding, and one that is cut inside a prompt
     idx[1] = torch.tensor([START] + [7] * (T - 1))
     sees, counts = zip(*(brute_force(row.tolist(), attention, loss) for row in idx))
-    assert np.array_equal(model.mask(idx, None)[:, 0].numpy(), np.stack(sees))
+    mask = model.mask(idx, None)
+    assert mask[1:] == (None, 0 if attention == "isolated" else None)
+    assert np.array_equal(mask.sees[:, 0].numpy(), np.stack(sees))
     rows = idx.numpy().astype(np.uint16)
     assert np.array_equal(data.label_mask(rows, ROLES, loss), np.stack(counts))
-    assert model.mask(idx, None).any(-1).all()  # no row of the mask is empty
+    assert mask.sees.any(-1).all()  # no row of the mask is empty
     assert 0 < np.stack(counts).sum() < idx.numel()
 
 
@@ -652,7 +654,7 @@ def test_control_a_label_inside_the_next_prefix(monkeypatch):
         number, first, response = documents(idx, *ids)
         return number - (idx == START).long(), first, response
     monkeypatch.setattr("model.document_bounds", wrong)
-    mask = model.mask(idx, None)[0, 0]
+    mask = model.mask(idx, None).sees[0, 0]
     assert mask[4, 3] and not mask[4, 5]
 
 
@@ -665,7 +667,7 @@ def test_flex_attention_computes_the_same(build, monkeypatch):
     import model as models
     model, idx = build(), packed(3)
     dense = model(idx)
-    monkeypatch.setattr(models.ModelConfig, "uses_flex", lambda self, device: True)
+    monkeypatch.setattr(models, "uses_flex", lambda head_dim, device: True)
     monkeypatch.setattr(models, "compiled_once", lambda function: function)
     monkeypatch.setattr(Block, "flex_attention", None)
     assert (model(idx) - dense).abs().max() <= 1e-5 * dense.abs().max()

@@ -23,6 +23,7 @@ import train_hrm
 import train_mlm
 from cli.errors import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints, read_checkpoint
+from model import ConfigError
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
 TRAINERS = [GPT2, pytest.param(Trainer("train_hrm.py", max_new_tokens=5, ff=64), marks=pytest.mark.full),
@@ -343,7 +344,7 @@ def test_freed_memory_is_kept_for_the_next_tensors():
     (train_hrm, ("--n-layer", "100000000")), (train_gpt2, ("--n-layer", "100000000")),
     (train_mlm, ("--n-layer", "100000000"))])
 def test_a_depth_that_takes_hours_is_refused_at_once(module, flags, shards, tmp_path):
-    with pytest.raises(UserError, match="[0-9,]+ blocks.*--n-layer.*100,000"):
+    with pytest.raises(ConfigError, match="[0-9,]+ blocks.*--n-layer.*100,000"):
         module.main([*flags, "--data", str(shards), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 

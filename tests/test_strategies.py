@@ -19,7 +19,6 @@ from runs import (
     steps_of,
 )
 from states import flags_of
-from test_changes import FALSE_ALARMS
 
 import startup.run
 import train_gpt2
@@ -62,7 +61,6 @@ def run_all(ranks, shards, base, wanted, timeout=90):
                 for model, name, changes, *sabotage in wanted]
     done = fork(ranks, "tests/many_runs.py", json.dumps(commands), timeout=timeout)
     assert done.code == 0, done.out
-    assert not any(alarm in done.out for alarm in FALSE_ALARMS), done.out
     return done
 
 

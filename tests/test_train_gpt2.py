@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ def test_the_plan_names_what_differs_from_the_size(tmp_path, shards):
 def found(world, *flags: str) -> argparse.Namespace:
     """The flags that a run would have."""
     argv = [str(flag) for flag in flags]
-    return startup.run.find_run(GPT2Model, train_gpt2.parse_args(argv), world, vars(train_gpt2)).args
+    with mock.patch.object(startup.run, "start", lambda command: world):
+        return startup.run.find_run(GPT2Model, train_gpt2.parse_args(argv), vars(train_gpt2)).args
 
 
 def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, corpus, monkeypatch, world):

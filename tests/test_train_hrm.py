@@ -381,7 +381,7 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
         ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
-    monkeypatch.setattr(train_hrm, "start_run", lambda *arguments: SimpleNamespace(say=print))
+    monkeypatch.setattr(train_hrm, "start_run", lambda *_, **__: (SimpleNamespace(say=print), {}, 0, 0))
     monkeypatch.setattr(train_hrm, "is_complete", lambda *arguments: False)
     monkeypatch.setattr(TrainState, "warm_up", lambda *arguments: begun.update(warm_up=arguments))
     monkeypatch.setattr(ddp_utils, "StopVote", lambda world: 1 / 0)  # and no more

@@ -5,6 +5,7 @@
 Without the option it tests the trainers here, and examples/train_recurrent.py.
 """
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ import ddp_utils
 import startup.run
 from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
-from model import GPT2, CausalLM, GPT2Config, Linear, make_optimizers
+from model import GPT2, CausalLM, ConfigError, GPT2Config, Linear, make_optimizers
 from training.strategies import build_model
 from weights.sampling import KVCache, has_usual_loss
 from weights.use import load_model
@@ -172,14 +173,14 @@ def capped(logits):
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
     trainer, begin, seen = trainer_of(script, capsys), startup.run.start, []
 
-    def start(args):
-        seen.append((args, vars(args).copy()))
-        return begin(args)
+    def start(command):
+        seen.append((command, copy.deepcopy((command.given, command.defaults, command.rows))))
+        return begin(command)
 
-    monkeypatch.setattr(module_of(script), "start", start)
+    monkeypatch.setattr(startup.run, "start", start)
     assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
-    (args, before), = seen
-    assert vars(args) == before
+    (command, before), = seen
+    assert (command.given, command.defaults, command.rows) == before
 
 
 def test_memory_is_estimated(script, shards, tmp_path, capsys):
@@ -252,7 +253,7 @@ def test_muon_takes_the_matrices_of_blocks_wherever_these_are():
     found = {id(p) for group in muon.param_groups for p in group["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in found}
     assert names == {f"blocks.{i}.{layer}.weight" for i in range(4) for layer in ("inner", "outer")}
-    with pytest.raises(UserError, match="Other inherits Block"):
+    with pytest.raises(ConfigError, match="Other inherits Block"):
         make_optimizers(Other(RecurrentConfig(**TINY)), "muon", 1e-2, (0.9, 0.95), 0.1)
 
 
@@ -263,7 +264,7 @@ def test_a_flag_exists_where_the_model_has_what_it_changes(shards, tmp_path):
     for flag in ("--attention=isolated", "--n-head=2", "--dropout=0.1", "--d-model=64"):
         done = trainer.here(flag, "--data", shards, "--out", tmp_path / "run")
         assert done.code == 2 and flag.partition("=")[0] in done.out, done.out
-    with pytest.raises(UserError, match="--n-head 5"):
+    with pytest.raises(ConfigError, match="--n-head 5"):
         GPT2(GPT2Config(**TINY, n_head=5, d_model=128))
 
 

@@ -22,9 +22,9 @@ from processes import Group, marked
 from runs import Trainer, assert_same_run, evaluations_of, log_of, steps_of, worker
 
 import data
-import ddp_utils
 import model
 import startup.run
+import training.evaluation
 from cli.files import sha256_of
 from ddp_utils import list_checkpoints, read_checkpoint
 from prepare import pipeline
@@ -59,7 +59,7 @@ class Slow:
         self.begun, self.what, self.seconds, self.after = begun, what, seconds, after
 
     def __call__(self):
-        where, name = {"saving": (os, "fsync"), "evaluation": (ddp_utils, "validation_batches"),
+        where, name = {"saving": (os, "fsync"), "evaluation": (training.evaluation, "validation_batches"),
                        "a step": (data.Loader, "step")}[self.what]
         real, count = getattr(where, name), itertools.count()
 
