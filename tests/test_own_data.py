@@ -5,8 +5,10 @@ which training and --eval-only get rows, validation sets and masker; an average 
 import contextlib
 import functools
 import io
+import math
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -253,8 +255,38 @@ def test_processes_and_resumes_compare_the_fingerprint(shards, tmp_path):
     assert done.code == 2 and "cannot be resumed: data was" in done.out, done.out
 
 
+def test_three_fields_of_a_run_may_be_none():
+    """None doesn't say that it is too early: such a field is missing, and its error says who sets it."""
+    may = {name for name, kind in get_type_hints(ddp_utils.Run).items() if type(None) in get_args(kind)}
+    assert may == {"saved", "metric", "change_data"}
+
+
+SPEAKS = """def change_data(dataset):
+    nones = [name for name, value in vars(run).items() if value is None]
+    run.say(f"these are None: {nones}")
+    MORE
+run.change_data = change_data"""
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=FULL)])
+def test_a_hook_speaks_before_there_is_a_directory(ranks, shards, tmp_path):
+    """What it says is in train.log later. Bad data leave no directory of a run."""
+    trainer = changed(tmp_path / "train_says.py", (SPEAKS.replace("MORE", "pass"), USE))
+    for steps, nones in ((4, "['saved', 'metric']"), (8, "['metric']")):
+        done = ranks_of(trainer, ranks)(shards, tmp_path / "run", steps=steps)
+        assert done.code == 0, done.out
+        for text in (done.out, (tmp_path / "run" / "train.log").read_text()):
+            assert text.count(f" these are None: {nones}\n") == 1, text
+    for line, said in (("dataset.train.rows = 0", "leaves a set without rows"),
+                       ("run.steps", "open_run the steps")):  # which is too early
+        bad = changed(tmp_path / "train_bad.py", (SPEAKS.replace("MORE", line), USE))
+        done = bad.fork(ranks, shards, tmp_path / "bad")
+        assert done.code and said in done.out and not (tmp_path / "bad").exists(), done.out
+
+
 @pytest.mark.parametrize("line", [
-    pytest.param('dataset.fingerprint += f" {world.rank}"', marks=FULL), "dataset.train.rows -= world.rank"])
+    pytest.param('dataset.fingerprint += f" {run.world.rank}"', marks=FULL),
+    "dataset.train.rows -= run.world.rank"])
 def test_data_that_differ_between_ranks_are_refused(line, shards, tmp_path):
     text = f"def change_data(dataset):\n    {line}\n"
     done = changed(tmp_path / "train_ranks.py", (text + ASK, USE)).fork(2, shards, tmp_path / "run")

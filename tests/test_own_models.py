@@ -6,14 +6,16 @@ import math
 import os
 import re
 import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, place
+from conftest import ROOT, finish, place, start
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of
 from states import run_of
 from test_monitor import curves
@@ -941,17 +943,33 @@ def test_a_run_knows_the_program_that_began_it(ranks, shards, tmp_path):
     assert (tmp_path / "branch" / "trainer.py").read_text() == path.read_text()  # which began that one
 
 
+def imported_by(module: str) -> set[str]:
+    """The files of this repository that a new process loads when it imports a module, but for __init__.py."""
+    code = f"import sys, {module}; print(*(getattr(m, '__file__', None) for m in [*sys.modules.values()]))"
+    done = finish(start([sys.executable, "-c", code], cwd=ROOT))
+    paths = [Path(word) for word in done.out.split() if word.startswith(f"{ROOT}/")]
+    return {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
+
+
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_knows_its_model(ranks, shards, tmp_path):
-    """What a run keeps of its model's code is compared at each use."""
-    trainer, out = Trainer("train_gpt2.py", **FLAGS), tmp_path / "run"
+    """What a run keeps of its model's code is compared at each use. A copy of a trainer in another folder
+    keeps as much.
+    """
+    out = tmp_path / "run"
+    trainer = Trainer("train_gpt2.py", **FLAGS) if ranks else copy_of_the_trainer(
+        tmp_path / "train_mine.py", "")
     assert trainer.fork(ranks, shards, out, steps=2).code == 0
-    kept = out / "model" / "model.py"
-    text = (ROOT / "model.py").read_text()
-    assert kept.read_text() == text and (out / "model" / "ops" / "cross_entropy.py").is_file()
-    assert {*map(str, (out / "model" / "cli").glob("*"))} == {
-        str(out / "model" / "cli" / f"{name}.py") for name in ("errors", "flags", "parser", "run")}
-    assert not (out / "model" / "train_gpt2.py").exists()
+    kept, text = out / "model" / "model.py", (ROOT / "model.py").read_text()
+    copies = {str(path.relative_to(out / "model")) for path in (out / "model").rglob("*.py")}
+    assert all((out / "model" / name).read_bytes() == (ROOT / name).read_bytes() for name in copies)
+    imported = imported_by("train_gpt2")
+    assert {"model.py", "data.py", "ddp_utils.py"} < imported and imported - copies == {"train_gpt2.py"}
+    assert {Path(name).parts[0] for name in copies - imported} <= {Path(name).parts[0] for name in imported}
+    if ranks:  # nothing that it imports is missing
+        done = finish(start([sys.executable, out / "trainer.py", "--help"], cwd=tmp_path,
+                            PYTHONPATH=out / "model"))
+        assert done.code == 0 and str(ROOT) not in done.out, done.out
     silent = trainer.fork(ranks, shards, out, steps=3)
     assert silent.code == 0 and "has changed" not in silent.out, silent.out
     kept.write_text(text + "# a comment\n")

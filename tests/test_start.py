@@ -16,6 +16,7 @@ from conftest import ROOT, finish, start
 from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, steps_of, tensors_of
 from states import flags_of
+from test_own_evaluation import changed
 
 import ddp_utils
 import train_gpt2
@@ -346,6 +347,25 @@ def test_freed_memory_is_kept_for_the_next_tensors():
 def test_a_depth_that_takes_hours_is_refused_at_once(module, flags, shards, tmp_path):
     with pytest.raises(ConfigError, match="[0-9,]+ blocks.*--n-layer.*100,000"):
         module.main([*flags, "--data", str(shards), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+ODD = """class GPT2(GPT2):
+    def __init__(self, config):
+        raise ValueError("an odd number")
+
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_config_that_cannot_work_is_one_sentence_and_another_value_error_is_not(ranks, shards, tmp_path):
+    done = GPT2.fork(ranks, shards, tmp_path / "run", d_model=33)
+    lines = {*done.out.splitlines()}  # each process may say it
+    assert done.code == 2 and len(lines) == 1 and lines.pop().startswith("error: --d-model 33 "), done.out
+    odd = changed(tmp_path / "train_odd.py", (ODD, "BETAS = "))
+    done = odd.fork(ranks, shards, tmp_path / "run")
+    assert done.code == 1 and "Traceback" in done.out and "ValueError: an odd number" in done.out, done.out
+    assert "error: an odd number" not in done.out
     assert not (tmp_path / "run").exists()
 
 
