@@ -356,8 +356,8 @@ class RunLog:
         if best and len(self.evaluations) > 1:
             parts.append("best so far")
         self.write(record, " | ".join(parts))
-        if "val_perplexity" in metrics:  # the loss is in nats per token
-            self._warn_of_loss(step, metrics["val_loss"])
+        if "val_perplexity" in metrics:
+            self._warn_of_loss(step, math.log(max(metrics["val_perplexity"], 1e-9)))  # in nats per token
         return best
 
     def _warn_of_loss(self, step: int, loss: float | None):

@@ -363,14 +363,19 @@ GPT2 = Own
 """
 
 
-@pytest.mark.parametrize("line, in_nats", [
-    ("objective = objective + hidden.square().sum()", True), ("sums['loss'] = 100 * sums['loss']", False)])
-def test_only_the_models_own_loss_is_in_nats(line, in_nats, shards, tmp_path):
-    trainer = changed(tmp_path / f"train_loss_{in_nats}.py", (LOSSES.replace("OWN", line), TOP))
+@pytest.mark.parametrize("line, of_text, scale, warned", [
+    ("objective = objective + hidden.square().sum()", 2, 1, True),
+    ("sums['loss'] = 0.01 * sums['loss']", 2, 0.01, True),  # it isn't below the entropy of unigrams
+    ("sums = {'loss': 0.01 * sums['loss']}", 0, 0.01, False)])
+def test_perplexity_is_that_of_the_nats_beside_a_loss(line, of_text, scale, warned, shards, tmp_path):
+    """Also the warning. What a model says is no cross-entropy of a text has neither."""
+    trainer = changed(tmp_path / f"train_loss_{len(line)}.py", (LOSSES.replace("OWN", line), TOP))
     done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
     assert done.code == 0, done.out
-    of_text = {"val_perplexity", "val_bits_per_byte"} & evaluations_of(tmp_path / "run")[-1].keys()
-    assert len(of_text) == 2 * in_nats and ("try a lower --lr" in done.out) == in_nats, done.out
+    found = evaluations_of(tmp_path / "run")[-1]
+    assert len({"val_perplexity", "val_bits_per_byte"} & found.keys()) == of_text
+    assert not of_text or found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"] / scale))
+    assert ("try a lower --lr" in done.out) == warned, done.out
 
 
 # ------------------------------------------------------------------------------------ an average of one's own
