@@ -118,20 +118,21 @@ def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():
 
     other = record("text:b.txt", "2")
     text = sentence(other)
-    assert "data was text:a.txt (111111111111), now text:b.txt (222222222222). Leave" in text
+    assert "with the data text:a.txt (111111111111), not with text:b.txt (222222222222): leave it" in text
     assert "--init-from run/step.pt starts it from these weights" in text
     text = sentence(record("text:a.txt", "2", "gpt2 (ce2c7b368254)"))
-    assert text.endswith("Leave it as it was, or start a new run with another --out."), text
+    assert text.endswith("leave it as it was, or start a new run with another --out."), text
 
 
-@pytest.mark.parametrize("given, flag", [({"modern": False}, "--no-modern"), ({"n_layer": 3}, "--n-layer")])
-def test_the_flag_that_was_given_is_the_one_to_leave_out(given, flag):
+@pytest.mark.parametrize("given, values", [({"modern": False}, "modern True, not False"),
+                                           ({"n_layer": 3}, "n_layer 2, not 3")])
+def test_the_flag_that_was_given_is_the_one_to_leave_out(given, values):
     command = train_gpt2.parse_args([])
     command.given |= given
     config = {"vocab_size": 257, "padded_vocab": 320, "seq_len": 64, "n_layer": 2, "n_head": 2, "d_model": 32,
               "modern": True}
     run = {"path": "run", "model_config": config, "settings": {}}
-    with pytest.raises(UserError, match=f"leave out {flag}, "):
+    with pytest.raises(UserError, match=f"{values}: leave that flag out, "):
         startup.run.shape_of(command, run, True)
 
 

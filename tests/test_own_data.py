@@ -252,7 +252,7 @@ def test_processes_and_resumes_compare_the_fingerprint(shards, tmp_path):
     assert same.fork(1, shards, tmp_path / "run", steps=4).code == 0
     assert compared(other).script == same.script
     done = same.fork(1, shards, tmp_path / "run", steps=8)
-    assert done.code == 2 and "cannot be resumed: data was" in done.out, done.out
+    assert done.code == 2 and "was trained with the data " in done.out, done.out
 
 
 def test_three_fields_of_a_run_may_be_none():

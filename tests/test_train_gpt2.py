@@ -158,7 +158,7 @@ def test_shape_context_and_tokenizer_come_from_the_weights(tmp_path, shards, cor
         assert args.tokenizer == f"{own}/tokenizer.json"
         with pytest.raises(UserError, match="learned positions for 48 tokens: lower --seq-len"):
             found(world, "--init-from", source, "--data", text, "--seq-len", "64")
-        with pytest.raises(UserError, match="was trained with n_layer 1, but the flags say n_layer 2"):
+        with pytest.raises(UserError, match="was trained with n_layer 1, not 2: leave that flag out"):
             found(world, "--init-from", source, "--n-layer", "2")
     assert found(world, "--init-from", "run", "--n-layer", "1", "--data", shards).tokenizer is None
     assert found(world, "--init-from", "run", "--tokenizer", "bytes").tokenizer == "bytes"
@@ -189,12 +189,12 @@ def test_refusals(tmp_path, shards):
     assert done.code == 0 and "is ready for from_pretrained of transformers" in done.out
     done = Trainer("train_hrm.py").here("--out", tmp_path / "modern", "--prompt", "x")
     assert done.code == 2 and "family GPT2" in done.out
-    for changes, words in (({"modern": None, "n_layer": 2}, "say n_layer 2: leave out --n-layer, or"),
-                           ({"init_from": tmp_path / "modern"}, "init_from was None, now ")):
+    for changes, words in (({"modern": None, "n_layer": 2}, "n_layer 1, not 2: leave that flag out, or"),
+                           ({"init_from": tmp_path / "modern"}, "was trained with init_from None, not ")):
         done = GPT2.train(0, shards, tmp_path / "modern", **changes)
         assert done.code == 2 and words in done.out, done.out
     done = GPT2.here(*GPT2.flags(shards, tmp_path / "modern", steps=4), "--no-modern")
-    assert done.code == 2 and "the flags say modern False: leave out --no-modern, or" in done.out, done.out
+    assert done.code == 2 and "modern True, not False: leave that flag out, or" in done.out, done.out
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, shards, monkeypatch):
