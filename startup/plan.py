@@ -20,7 +20,6 @@ from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
 from model import blocks_of, num_params
 from prepare.pipeline import LARGER_SPLIT
-from weights.huggingface import HF_FAMILIES
 
 
 def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
@@ -169,7 +168,7 @@ steps and batches
 
 
 def what_next(run, stopped: bool) -> str:
-    """The three commands that come after a run."""
+    """The commands that come after a run."""
     use = "--chat" if run.dataset.marker_ids["response"] >= 0 else "--prompt The"
     if "fill" in run.args:
         use = "--fill 'The [MASK] sat.'"
@@ -177,7 +176,5 @@ def what_next(run, stopped: bool) -> str:
         use = "--eval-only"
     start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(run.out))}"
     watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(run.out))}"
-    exports = run.model_class in HF_FAMILIES and not any(
-        map(vars(run.args).get, "halt inject_input qk_norm".split()))
-    third = run.command if stopped else f"{start} {'--export' if exports else '--eval-only'}"
-    return f"next:\n  {start} {use}\n  {watch}\n  {third}"
+    resume = f"\n  {run.command}" if stopped else ""
+    return f"next:\n  {start} {use}\n  {watch}{resume}"
