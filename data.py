@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, access, listed, names_in, run_command
+from cli.errors import UserError, joined, names_in, oserror_as_retryable, run_command
 from cli.files import digest_json, read_json, sample_digest, sha256_of
 from ops.documents import document_bounds
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
@@ -49,7 +49,7 @@ from vocab.vocabulary import Vocabulary
 
 HEADER_BYTES = 1024
 # What to do about a damaged file. `prepare` does nothing while the directory has its manifest.
-WAY_BACK = "copy it again, or delete its directory and prepare it again."
+HOW_TO_RESTORE = "copy it again, or delete its directory and prepare it again."
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic and version
 
 
@@ -67,13 +67,13 @@ def map_file(file) -> mmap.mmap | bytes:
 def open_shard(path: Path) -> np.ndarray:
     """Maps the tokens of a shard, (n,) uint16 or uint32. Raises UserError if header and length disagree."""
     try:
-        with access(path), open(path, "rb") as file:
+        with oserror_as_retryable(path), open(path, "rb") as file:
             content = map_file(file)
         header = np.frombuffer(content[:HEADER_BYTES], dtype="int32")
         size = len(content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "too short")
-        raise UserError(f"{path} cannot be read ({reason}): {WAY_BACK}")
+        raise UserError(f"{path} cannot be read ({reason}): {HOW_TO_RESTORE}")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
     if dtype is None or len(header) < 256:
         raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. To "
@@ -83,7 +83,7 @@ def open_shard(path: Path) -> np.ndarray:
                         "and likewise for val.bin with x/val_000000.bin.")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize  # bytes
     if size != expected:
-        raise UserError(f"{path} has {size} bytes instead of {expected}: {WAY_BACK}")
+        raise UserError(f"{path} has {size} bytes instead of {expected}: {HOW_TO_RESTORE}")
     return np.frombuffer(content, dtype, offset=HEADER_BYTES)
 
 
@@ -137,7 +137,7 @@ def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> 
     with contextlib.suppress(FileNotFoundError):
         digest = sha256_of(path)
     if digest != recorded["sha256"]:
-        raise UserError(f"{path} is missing or has changed: {WAY_BACK}")
+        raise UserError(f"{path} is missing or has changed: {HOW_TO_RESTORE}")
     tokenizer = parse_tokenizer_json(recorded["name"], path.read_text(encoding="utf-8"))
     tokenizer.eot = recorded["eot"]  # the rows contain this id, even if today's code would choose another
     if name is None or name == recorded["name"] and not Path(name).exists():
@@ -151,7 +151,7 @@ def read_tokenizer(directory: Path, manifest: dict, name: str | None = None) -> 
     return tokenizer
 
 
-def row_of(directory: str | Path) -> int | None:
+def packed_row_length(directory: str | Path) -> int | None:
     """Tokens per row of a directory of pairs; None if it holds none."""
     with contextlib.suppress(UserError):  # a damaged manifest is reported later, to all ranks
         return (read_manifest(Path(directory)) or {}).get("row")
@@ -162,11 +162,11 @@ def in_order(batches, workers: int, function, *arguments):
     threads, about 2 · workers batches ahead. Threads help because tokenizers release the GIL.
     """
     pool = ThreadPoolExecutor(workers)
-    begun = ((batch, pool.submit(function, batch, *arguments)) for batch in batches)
+    submitted = ((batch, pool.submit(function, batch, *arguments)) for batch in batches)
     try:
-        ahead = deque(itertools.islice(begun, 2 * workers))
+        ahead = deque(itertools.islice(submitted, 2 * workers))
         while ahead:
-            ahead.extend(itertools.islice(begun, 1))
+            ahead.extend(itertools.islice(submitted, 1))
             batch, result = ahead.popleft()
             yield batch, result.result()
     finally:  # don't wait, so that Ctrl-C ends the process at once
@@ -283,7 +283,7 @@ def check_ids(path: Path, tokens: np.ndarray, tokenizer):
     """Raises UserError if `tokens` of a file contain an id that the tokenizer (None: any) lacks."""
     if tokenizer and (largest := int(tokens.max(initial=0))) >= tokenizer.vocab_size:
         raise UserError(f"{path} holds the id {largest}, but {tokenizer.name} has {tokenizer.vocab_size} "
-                        f"ids: give the right --tokenizer, or {WAY_BACK}")
+                        f"ids: give the right --tokenizer, or {HOW_TO_RESTORE}")
 
 
 class Shards:
@@ -451,7 +451,7 @@ class Dataset:
 
     def too_short(self) -> str:
         """A sentence about the validation sets that are shorter than a row. There must be one."""
-        return (f"an evaluation leaves out the validation set {listed(self.short)}, which is shorter than a "
+        return (f"an evaluation leaves out the validation set {joined(self.short)}, which is shorter than a "
                 f"row of {self.train.seq_len} tokens: lower --seq-len in a new run or with --eval-only, or "
                 "hold out more text")
 
@@ -493,7 +493,7 @@ def read_directory(directory: Path, seq_len: int,
         tokens = open_shard(directory / shard["file"])
         if len(tokens) != shard["tokens"]:
             raise UserError(f"{directory / shard['file']} has {len(tokens)} tokens instead of "
-                            f"{shard['tokens']}: {WAY_BACK}")
+                            f"{shard['tokens']}: {HOW_TO_RESTORE}")
         if i == 0:  # Shards.take checks the others when it reads them
             check_ids(directory / shard["file"], tokens[:1_000_000], tokenizer)
     return manifest, tokenizer

@@ -50,16 +50,16 @@ from cli.errors import (
     RetryableError,
     RunError,
     UserError,
-    access,
     first_line,
     from_launcher,
-    listed,
+    joined,
     local_rank,
     names_in,
+    oserror_as_retryable,
     say,
 )
 from cli.files import cpu_count, fsync_directory, replacing
-from cluster.diagnosis import WHEN_CUT_OFF, explain
+from cluster.diagnosis import WHEN_CUT_OFF, diagnose
 from cluster.heartbeat import Heartbeat, join
 from data import Dataset
 from loggers.machine import combined, machine_curves, memory_gb
@@ -108,7 +108,7 @@ process = Process()
 
 def ending_of(error: BaseException) -> tuple[int, str, str]:
     """For the error that ended main(), returns the exit code, the text that this process prints, and the
-    reason that the other ranks print. Prints the traceback of an unforeseen error, unless `explain` knows
+    reason that the other ranks print. Prints the traceback of an unforeseen error, unless `diagnose` knows
     its cause.
     """
     if isinstance(error, SystemExit):  # from --help
@@ -121,7 +121,7 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
         return 1, "error: standard output is closed.", "its standard output was closed."
     if isinstance(error, UserError | RunError | ConfigError):
         return error.exit_code, f"error: {error}", str(error)
-    if ending := explain(error, process.heartbeat, show_traceback):
+    if ending := diagnose(error, process.heartbeat, show_traceback):
         return ending
     show_traceback(error)
     return 1, "", first_line(error)
@@ -147,7 +147,7 @@ def launch(main):
     # After the soft CPU limit the kernel sends SIGXCPU every second, so StopVote will see a later one.
     signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
-        with access():
+        with oserror_as_retryable():
             main()
         code, text, reason = 0, "", ""
     except BaseException as error:
@@ -296,7 +296,7 @@ def connect(backend: str, function):
             return process.heartbeat.watch(function)
         return function()
     except RuntimeError as error:
-        if process.heartbeat and process.heartbeat.ask():  # a rank was lost: ending_of will say which
+        if process.heartbeat and process.heartbeat.find_cause():  # a rank was lost: ending_of will say which
             raise
         way = WHEN_CUT_OFF["alone" if backend == "gloo" and not process.heartbeat else backend]
         raise RunError(f"{backend} fails in its first collective ({first_line(error)}): {way}") from None
@@ -415,9 +415,9 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(model: nn.Module, begun: bool = True):
+def assert_in_sync(model: nn.Module, training: bool = True):
     """Compares unsharded parameters and persistent buffers across ranks, bit for bit. Raises RunError if they
-    differ. `begun` says whether training has begun; before that, only the trainer can have changed them.
+    differ. `training` says whether it has begun; before that, only the trainer can have changed them.
     """
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
@@ -429,7 +429,7 @@ def assert_in_sync(model: nn.Module, begun: bool = True):
         if name in buffers:  # all parameters are the same, so this buffer was the first to differ
             cause = ("forward updates this buffer from the data of its own rank: sum the update over all "
                      "ranks with torch.distributed.all_reduce.")
-        if not begun:
+        if not training:
             cause = ("this is before the first step, so the trainer changed it after new_model, and not in "
                      "the same way on all ranks: draw random numbers with torch's own generator, which "
                      "new_model leaves in the same state on all ranks, or with ddp_utils.generator.")
@@ -457,8 +457,8 @@ class Run:
     trainer: Path  # the file of the trainer
     command: str  # the command that started it
     constants: dict  # the trainer's constants, by name
-    args: Namespace  # all flags, and the batch sizes from `settle`
-    row: dict  # the row of SIZES for --size
+    args: Namespace  # all flags, and the batch sizes from `resolve_flags`
+    size_defaults: dict  # the row of SIZES for --size
     given: dict  # flags in this command and, until there is a checkpoint, in the run's earlier commands
     out: Path
     saved: dict | None  # the checkpoint to resume or use
@@ -476,7 +476,7 @@ class Run:
 
     def __getattr__(self, name: str):  # Python calls this only for what is missing
         raise AttributeError(f"run.{name} is not known yet: load_data sets run.dataset, open_run the steps, "
-                             "the batch sizes and the checkpoints", name=name, obj=self)
+                             "the batch sizes and the checkpoints")
 
     def say(self, text: str):
         """Prints `text` and appends it to train.log, on rank 0."""
@@ -515,7 +515,7 @@ def config_of(config_class: type, saved: dict, where):
     known = {field.name for field in fields(config_class)}
     config = config_class(**{name: value for name, value in saved.items() if name in known})
     if unknown := sorted(saved.keys() - known):
-        raise UserError(f"{where} sets {listed(unknown)}, which {config_class.__name__} does not know: use "
+        raise UserError(f"{where} sets {joined(unknown)}, which {config_class.__name__} does not know: use "
                         f"{code_trained_with(where)}, or train again in another --out.")
     return config
 
@@ -558,8 +558,8 @@ class HostCopy:
 # Checkpoints. One file holds the unsharded state; rank 0 writes and reads it.
 
 # The names of the checkpoints that a run writes. It deletes only files that match: a renamed copy stays.
-CHECKPOINT = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
-NAME = re.compile(r"step_(\d+)_loss.*\.pt")
+OWN_CHECKPOINT_NAME = re.compile(r"step_\d{8,}_loss-?(\d+\.\d{4}|inf|nan)_\d{8}_\d{6}\.pt")
+CHECKPOINT_NAME = re.compile(r"step_(\d+)_loss.*\.pt")
 GROUPS = ("model", "ema", "kept", "late", "optimizer")  # in a checkpoint's `tensors`, each a dict by name
 FORMAT = 2  # of the checkpoints that this code writes and reads
 
@@ -573,7 +573,7 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
     """
     pickled = b"format"
     try:
-        with access(path):
+        with oserror_as_retryable(path):
             load = functools.partial(torch.load, path, map_location="cpu", weights_only=True)
             with zipfile.ZipFile(path) as file:
                 plain, = (name for name in file.namelist() if name.endswith("/data.pkl"))
@@ -589,7 +589,7 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
                     raise ValueError(f"{broken} has a wrong checksum")
         if checked and bit_sums(saved["tensors"]) != saved["sums"]:
             raise ValueError("its tensors are not those that were saved")
-        if NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
+        if CHECKPOINT_NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it holds step {saved['step']}")
         return saved
     except UserError:
@@ -627,7 +627,7 @@ def step_of(path: str | Path) -> int:
     """The step of a checkpoint, from its name, or from the content of a best.pt. Raises UserError if that is
     damaged.
     """
-    if name := NAME.fullmatch(Path(path).name):
+    if name := CHECKPOINT_NAME.fullmatch(Path(path).name):
         return int(name[1])
     try:
         return read_checkpoint(Path(path), checked=False)["step"]
@@ -644,7 +644,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     names = names_in(directory)
     if "best.pt" in names and not any(name.startswith("step_") for name in names):
         return [directory / "best.pt"]
-    checkpoints = [directory / name for name in names if NAME.fullmatch(name)]
+    checkpoints = [directory / name for name in names if CHECKPOINT_NAME.fullmatch(name)]
     return sorted(checkpoints, key=lambda path: (step_of(path), path), reverse=True)
 
 
@@ -669,7 +669,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
             fault = "holds no checkpoint" if there.exists() else "does not exist"
             # best.pt isn't a candidate if the others were renamed as damaged
             runs = [best] if best.exists() else {p.parents[1] for p in there.parent.glob("*/checkpoints/*")}
-            such_as = f", such as {listed(sorted(map(str, runs)))}" if runs else ""
+            such_as = f", such as {joined(sorted(map(str, runs)))}" if runs else ""
             raise UserError(f"{where} {fault}: train first, or name another run directory or file{such_as}; "
                             f"for a model from Hugging Face use --init-from hf:{where}.")
         damaged = []
@@ -827,7 +827,7 @@ class Checkpoints:
                 if name not in copies:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 copies[name].copy_(tensor.detach(), non_blocking=True)
-        plain = state.plain_values()
+        plain = state.non_tensor_values()
         reduce_sum([0], world)  # raises if a collective above has failed: NCCL reports that in the next one
         if not world.is_rank0:
             return
@@ -870,15 +870,15 @@ class Checkpoints:
 
         process.unwritten = [self._thread.submit(job)]
 
-    def _write(self, path: Path, content: dict, begun: float):
+    def _write(self, path: Path, content: dict, started: float):
         for key, tensor in self._copies["model"].items():
             if not tensor.sum(dtype=torch.float32).isfinite():  # inf and NaN survive in a sum
                 raise RuntimeError(f"{key} is not finite")
         with replacing(path) as file:
             torch.save({**content, "tensors": self._copies, "sums": bit_sums(self._copies)}, file)
         text = (f"saved step {content['step']} ({path}, {path.stat().st_size / 1e9:.3g} GB in "
-                f"{time.perf_counter() - begun:.1f} s)")
-        its_own = [p for p in list_checkpoints(self.run_directory) if CHECKPOINT.fullmatch(p.name)]
+                f"{time.perf_counter() - started:.1f} s)")
+        its_own = [p for p in list_checkpoints(self.run_directory) if OWN_CHECKPOINT_NAME.fullmatch(p.name)]
         for old in its_own[self.keep_last:]:
             old.unlink()
             text += f"; removed {old.name}"

@@ -115,9 +115,9 @@ def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 LONGEST_PLAIN = 4096  # tokens; for longer sequences torch's kernel takes less memory
 
 
-def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None = None,
+def attention_mask(mask_mod: Callable, idx: Tensor, flex: bool, before: int | None = None,
                    after: int | None = None):
-    """The attention mask for tokens idx (B, T): position i of row b sees position j if sees(b, 0, i, j).
+    """The attention mask for tokens idx (B, T): position i of row b sees position j if mask_mod(b, 0, i, j).
     Returns a BlockMask with `flex`, otherwise a BandMask (ops/attention.py) of bool (B, 1, T, T). A position
     sees at most `before` positions back and `after` positions ahead (None: no limit).
     """
@@ -126,10 +126,10 @@ def attention_mask(sees: Callable, idx: Tensor, flex: bool, before: int | None =
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
         if Block.flex_attention is None:
             Block.flex_attention = staticmethod(compiled_once(flex_attention))
-        return compiled_once(create_block_mask)(sees, B, None, T, T, device=idx.device)
+        return compiled_once(create_block_mask)(mask_mod, B, None, T, T, device=idx.device)
     t = torch.arange(T, device=idx.device)
     b = torch.arange(B, device=idx.device)[:, None, None, None]
-    return BandMask(sees(b, 0, t[:, None], t), before, after)
+    return BandMask(mask_mod(b, 0, t[:, None], t), before, after)
 
 
 class Block(nn.Module):
@@ -363,11 +363,11 @@ class AttentionConfig(CausalConfig):
                                  "the HRM, as published, and isolated for GPT-2, because other programs have "
                                  "no prefix for it.",
                                  ("prefix", "isolated", "causal"))
-    OF_PAIRS: ClassVar[str] = "prefix"  # the default on pairs of prompt and response
+    DEFAULT_ON_PAIRS: ClassVar[str] = "prefix"  # the default on pairs of prompt and response
 
     def __post_init__(self):
         super().__post_init__()
-        self.attention = self.attention or (self.OF_PAIRS if self.response >= 0 else "causal")
+        self.attention = self.attention or (self.DEFAULT_ON_PAIRS if self.response >= 0 else "causal")
 
 
 class LanguageModel(nn.Module):
@@ -451,12 +451,12 @@ class CausalLM(LanguageModel):
         number, _, response = document_bounds(idx, c.start, c.response)
         last = response if c.attention == "prefix" else torch.full_like(response, -1)
 
-        def sees(b, h, i, j):
+        def mask_mod(b, h, i, j):
             return (number[b, i] == number[b, j]) & ((j <= i) | (j <= last[b, j]))
 
         after = None if c.attention == "prefix" else 0
         flex = flex and cache is None and uses_flex(c.head_dim, idx.device)
-        return attention_mask(sees, idx, flex, after=after)
+        return attention_mask(mask_mod, idx, flex, after=after)
 
     def loss(self, hidden: Tensor, idx: Tensor, targets: Tensor,
              reduction: str = "sum") -> tuple[Tensor, dict[str, Tensor]]:
@@ -546,7 +546,7 @@ class HRMConfig(AttentionConfig):
 
     @property
     def depth(self) -> int:
-        return self.n_layer * (self.l_cycles + 1) * max(self.cycles, self.used_cycles)
+        return self.n_layer * (self.l_cycles + 1) * max(self.cycles, self.max_eval_cycles)
 
     @property
     def cycles(self) -> int:
@@ -554,11 +554,11 @@ class HRMConfig(AttentionConfig):
         return self.max_cycles if self.halt else self.h_cycles
 
     @property
-    def used_cycles(self) -> int:
+    def max_eval_cycles(self) -> int:
         """The largest number of cycles in evaluation and use."""
         return self.eval_cycles or self.cycles * (2 if self.least_cycles else 1)
 
-    def kept_calls(self, bp_steps: int | None, cycles: int) -> list[tuple[int, int]]:
+    def calls_with_grad(self, bp_steps: int | None, cycles: int) -> list[tuple[int, int]]:
         """How many calls of L and of H to backpropagate through, as a pair (L, H) for each of `cycles`
         cycles. In a cycle, these are the last calls of L.
         """
@@ -579,7 +579,8 @@ class HRMConfig(AttentionConfig):
 
     def reaches_embedding(self, bp_steps: int | None, cycles: int | None = None) -> bool:
         """Whether the embedding table gets a gradient when `cycles` cycles run (None: the most)."""
-        _, h_kept = self.kept_calls(bp_steps, cycles or self.cycles)[0]  # x enters as z_H of the first cycle
+        # x enters as z_H of the first cycle
+        _, h_kept = self.calls_with_grad(bp_steps, cycles or self.cycles)[0]
         return self.inject_input or h_kept > 0
 
 
@@ -689,7 +690,7 @@ class HRM(CausalLM):
         whether its tokens have halted.
         """
         c = self.config
-        cycles = cycles or (c.cycles if self.training else c.used_cycles)
+        cycles = cycles or (c.cycles if self.training else c.max_eval_cycles)
         remaining = torch.ones(idx.shape, dtype=torch.float32, device=idx.device)  # halting mass left (B, T)
         out, ponder = 0.0, torch.zeros_like(remaining)
         for cycle, z_h in enumerate(self.high_level_states(idx, cycles, bp_steps, cache), 1):
@@ -710,7 +711,7 @@ class HRM(CausalLM):
         x = self.embed(idx).to(self.compute_dtype) * c.embed_scale  # (B, T, C)
         z_h, z_l = x, self.z_l_init.to(x.dtype).expand_as(x)
         grad = torch.is_grad_enabled()
-        for l_kept, h_kept in c.kept_calls(bp_steps, cycles):
+        for l_kept, h_kept in c.calls_with_grad(bp_steps, cycles):
             for i in range(c.l_cycles):
                 with torch.set_grad_enabled(grad and i >= c.l_cycles - l_kept):
                     z_l = self.L(z_l + z_h + x if c.inject_input else z_l + z_h, rope, mask, cache)
@@ -764,7 +765,7 @@ class GPT2Config(AttentionConfig):
                         "As in the HRM, but with normalized queries and keys. Projections start at zero, and "
                         "the head is untied. Best with --optimizer muon.")
     norm_eps: float = 1e-5
-    OF_PAIRS: ClassVar[str] = "isolated"
+    DEFAULT_ON_PAIRS: ClassVar[str] = "isolated"
 
     @property
     def ff(self) -> int:

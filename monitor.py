@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # comes with datasets
 
-from cli.errors import FAULTS, UserError, access, first_line, run_command, say
+from cli.errors import PACKAGE_ERRORS, UserError, first_line, oserror_as_retryable, run_command, say
 from cli.files import read_json, write_atomically
 
 
@@ -66,7 +66,7 @@ def read_metrics(run_directory: Path, say=lambda text: None) -> list[dict]:
     """
     records = []
     path = Path(run_directory, "metrics.jsonl")
-    with access(path):
+    with oserror_as_retryable(path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         with suppress(ValueError, TypeError, KeyError):
@@ -135,7 +135,7 @@ def step_line(record: dict, eta: float, sync: str) -> str:
     return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
 
 
-def results(metrics: dict) -> list[str]:
+def format_results(metrics: dict) -> list[str]:
     """The results of an evaluation as texts. For each named set: exact matches with pairs, else losses."""
     prefix, form = ("val_exact/", "{} {:.1%}") if "val_exact" in metrics else ("val_loss/", "{} {:.4f}")
     sets = [form.format(key.removeprefix(prefix), value) for key, value in metrics.items()
@@ -144,7 +144,7 @@ def results(metrics: dict) -> list[str]:
     return format_known(metrics, EVALUATION) + own + ([", ".join(sets)] if sets else [])
 
 
-def results_of(sums: dict[str, float]) -> dict[str, float]:
+def means_of_sums(sums: dict[str, float]) -> dict[str, float]:
     """The means to report, from the sums over a validation set. `nats`, the cross-entropy of a text, becomes
     perplexity and bits per byte.
     """
@@ -200,7 +200,7 @@ class TrainLog:
     def open(self, path: Path):
         """Appends what has been said so far to the file, and from now on everything."""
         if self.active:
-            with access(path):
+            with oserror_as_retryable(path):
                 early, self._file = self._file, open(path, "a", buffering=1, encoding="utf-8",
                                                      errors="replace")
             with suppress(OSError):  # a full disk must not stop training
@@ -352,7 +352,7 @@ class RunLog:
         # an evaluation without a checkpoint no longer counts, and that stays so
         self.evaluations = {at: max(c, self.evaluations.get(at, c)) for at, c in evaluations.items()}
         best = min(self.evaluations, key=self.evaluations.get, default=None) == step
-        parts = [*results(metrics), f"unigram entropy {self.entropy:.4f}"]
+        parts = [*format_results(metrics), f"unigram entropy {self.entropy:.4f}"]
         if best and len(self.evaluations) > 1:
             parts.append("best so far")
         self.write(record, " | ".join(parts))
@@ -375,7 +375,7 @@ class RunLog:
                 self._write_metrics()
             else:
                 self._metrics.write(json.dumps(self.records[-1]) + "\n")
-        except FAULTS as error:  # mostly a full disk
+        except PACKAGE_ERRORS as error:  # mostly a full disk
             self._behind = True
             self.say(f"WARNING: metrics.jsonl lacks a record ({first_line(error)}); the next one tries again")
         self._tell(lambda logger: logger.log(self.records[-1]))
@@ -393,7 +393,7 @@ class RunLog:
         for logger in [*self.loggers]:
             try:
                 call(logger)
-            except FAULTS as error:  # also from a package that it uses
+            except PACKAGE_ERRORS as error:  # also from a package that it uses
                 self.loggers.remove(logger)
                 self.say(f"WARNING: {type(logger).__name__} fails ({first_line(error)}), so it gets no more "
                          "records until the next start")
@@ -418,7 +418,7 @@ class RunLog:
     def close(self):
         if not self.active:
             return
-        with suppress(*FAULTS):
+        with suppress(*PACKAGE_ERRORS):
             if self._behind:
                 self._write_metrics()
             self._metrics.close()

@@ -120,7 +120,7 @@ def step(what: str, function, *args):
     except RuntimeError as error:
         if not ddp_utils.process.heartbeat:
             raise
-        raise RunError(f"{what} failed: " + (ddp_utils.process.heartbeat.ask() or (
+        raise RunError(f"{what} failed: " + (ddp_utils.process.heartbeat.find_cause() or (
             f"{first_line(error)}, but all ranks are alive: machines must reach each other at every port, so "
             "open the firewall between them, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card "
             "that connects them (`ip -4 addr` lists network cards)."))) from None

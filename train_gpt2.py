@@ -27,8 +27,8 @@ from startup.run import (
     load_data,
     new_model,
     open_run,
+    resolve_flags,
     sample,
-    settle,
     start_run,
     use_run,
 )
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> Command:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        return dry_run(GPT2, settle(command))
+        return dry_run(GPT2, resolve_flags(command))
     # joins the process group; when a run is resumed, flags that are not given keep its values
     run = find_run(GPT2, command, constants=globals())
     # set run.metric or run.change_data here (recipes in docs/changing.md), so that --eval-only uses them too

@@ -27,8 +27,8 @@ from startup.run import (
     load_data,
     new_model,
     open_run,
+    resolve_flags,
     sample,
-    settle,
     start_run,
     use_run,
 )
@@ -113,7 +113,7 @@ def truncation(args: Namespace) -> tuple[int, int]:
 def main(argv: list[str] | None = None):
     command = parse_args(argv)
     if "dry_run" in command.given:
-        args = settle(command)
+        args = resolve_flags(command)
         return dry_run(HRM, args, bp_steps=truncation(args)[1])
     # joins the process group; when a run is resumed, flags that are not given keep its values
     run = find_run(HRM, command, constants=globals())
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None):
     if is_complete(run, log, step):
         return
     trained = as_range(1 if c.halt else least_cycles, c.cycles)
-    used = as_range(1 if c.halt else c.used_cycles, c.used_cycles)
+    used = as_range(1 if c.halt else c.max_eval_cycles, c.max_eval_cycles)
     graph = f"{c.bp_cycles} whole cycles" if c.bp_cycles else f"{as_range(low, high)} stack calls"
 
     def plan(step: int) -> tuple[float, int, int]:

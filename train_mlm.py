@@ -31,7 +31,7 @@ from startup.run import (
     load_data,
     new_model,
     open_run,
-    settle,
+    resolve_flags,
     start_run,
     use_run,
 )
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None):
     if "list_presets" in command.given:
         return list_presets()
     if "dry_run" in command.given:
-        args = settle(command)
+        args = resolve_flags(command)
         return dry_run(MLM, args, mask_rate=args.mask_rate)
     # joins the process group; when a run is resumed, flags that are not given keep its values
     run = find_run(MLM, command, constants=globals())

@@ -24,7 +24,7 @@ import model
 from loggers.mfu import PEAK_TFLOPS, flops_per_token
 from startup.dry_run import dry_run, empty_model
 from startup.plan import plan_batch
-from startup.run import settle
+from startup.run import resolve_flags
 
 MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
 # The size that was timed, its tokens per second and peak GB: bench/results/2026-11-27-gpu-h200.md
@@ -42,7 +42,7 @@ def sizes_of(trainer: str) -> dict[str, dict]:
 def options(trainer: str, size: str) -> tuple:
     """The settings of a size, and further arguments of its model's `dummy_inputs`."""
     module = importlib.import_module(f"train_{trainer}")
-    args = settle(module.parse_args(["--size", size, "--dry-run", "8x141"]))
+    args = resolve_flags(module.parse_args(["--size", size, "--dry-run", "8x141"]))
     if trainer == "hrm":
         return args, {"bp_steps": module.truncation(args)[1]}
     return args, {"mask_rate": args.mask_rate} if trainer == "mlm" else {}

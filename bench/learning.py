@@ -34,7 +34,7 @@ from cli.files import cpu_count  # noqa: E402
 from cli.flags import flags_of_model  # noqa: E402
 from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
 from cluster import dry_run  # noqa: E402
-from startup.run import settle  # noqa: E402
+from startup.run import resolve_flags  # noqa: E402
 
 SETTINGS = {
     "hrm": "train_hrm.py",
@@ -69,7 +69,7 @@ def parameters_and_flops(setting: str, args: argparse.Namespace) -> tuple[int, f
         raise UserError(f"FLOPs are known of {' and '.join(known)}, not of {script}: train it "
                         "in a loop of commands, with an --out for each.")
     trainer, kind = known[script]
-    parsed = settle(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
+    parsed = resolve_flags(trainer.parse_args([*flags, *args.flags, "--data", args.data]))
     ids = dry_run.expected_ids(parsed.data, parsed.tokenizer)
     with torch.device("meta"):
         model = kind(kind.Config(vocab_size=ids, padded_vocab=pad_vocab(ids),

@@ -137,7 +137,7 @@ def ours(args, row, device):
     import train_gpt2
     from loggers.mfu import flops_per_token
     from model import make_optimizers
-    from startup.run import settle
+    from startup.run import resolve_flags
     world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
     model_class = type(made)
@@ -147,7 +147,7 @@ def ours(args, row, device):
     command = train_gpt2.parse_args([  # all trainers have the flags that TrainState reads
         "--precision", args.precision, "--checkpoint-activations", args.checkpoint_activations,
         "--compile" if args.compile else "--no-compile", *(["--fast"] if args.fast else [])])
-    run = SimpleNamespace(args=settle(command), world=world, say=print, saved=None)
+    run = SimpleNamespace(args=resolve_flags(command), world=world, say=print, saved=None)
     state = TrainState(model, make_optimizers(model, "adamw", LR, BETAS, DECAY), run)
     batches = stage(args, row, world.device)
     vote = ddp_utils.StopVote(world)

@@ -34,13 +34,13 @@ def first_line(error: BaseException) -> str:
     return " ".join(text.split("\n", 1)[0].split())[:300]
 
 
-def listed(names: list[str]) -> str:
+def joined(names: list[str]) -> str:
     """Names for a sentence: the first eight, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @contextlib.contextmanager
-def access(path: str | Path = ""):
+def oserror_as_retryable(path: str | Path = ""):
     """Turns an OSError into a RetryableError, unless the file doesn't exist. Use it wherever files are read.
 
     Only bytes that were read can show damage. So nothing is renamed, left out or started over because of an
@@ -63,7 +63,7 @@ def names_in(directory: Path) -> list[str]:
     """The sorted names in a directory, or [] if it doesn't exist. Raises RetryableError if it can't be
     listed, which Path.glob would hide.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), access(directory):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), oserror_as_retryable(directory):
         return sorted(os.listdir(directory))
     return []
 
@@ -94,7 +94,7 @@ def needed(package: str, what: str):
     """
     try:
         yield
-    except FAULTS as error:
+    except PACKAGE_ERRORS as error:
         text = f"{what} needs the package {package}"
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise UserError(f"{text}: pip install {package}.")
@@ -103,4 +103,4 @@ def needed(package: str, what: str):
 
 
 say = functools.partial(print, flush=True)  # at once, even into a pipe
-FAULTS = (Exception, SystemExit)  # what an optional package may raise; not Ctrl-C
+PACKAGE_ERRORS = (Exception, SystemExit)  # what an optional package may raise; not Ctrl-C

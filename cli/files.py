@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from cli.errors import RetryableError, access
+from cli.errors import RetryableError, oserror_as_retryable
 
 
 def fsync_directory(path: Path):
@@ -73,13 +73,13 @@ def write_atomically(path: Path, *chunks):
 
 
 def read_json(path: Path):
-    """The content of a JSON file. Raises ValueError if it is not JSON, and OSErrors as in `access`."""
-    with access(path):
+    """The content of a JSON file. Raises ValueError if it is not JSON, and see `oserror_as_retryable`."""
+    with oserror_as_retryable(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sha256_of(path: Path) -> str:
-    with access(path), open(path, "rb") as file:
+    with oserror_as_retryable(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -87,7 +87,7 @@ def sample_digest(path: Path) -> str:
     """A digest of a file's length, front, middle and end: enough to tell two corpora apart."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with access(path), open(path, "rb") as file:
+    with oserror_as_retryable(path), open(path, "rb") as file:
         for offset in (0, size // 2, max(size - 65536, 0)):
             file.seek(offset)
             digest.update(file.read(65536))

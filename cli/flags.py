@@ -179,7 +179,7 @@ class Command:
 
     parser: ArgumentParser
     config_class: type
-    rows: dict[str, dict]  # the sizes
+    sizes: dict[str, dict]
     argv: list[str] | None
     given: dict  # the flags on the command line
     defaults: dict  # of all flags, for values that neither the command line nor the row sets

@@ -15,7 +15,7 @@ STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
             "FLUX_JOB_SIZE": "flux run"}
 
 
-def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, str] | None:
+def diagnose(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, str] | None:
     """Returns what ddp_utils.ending_of returns if the cause of an unforeseen error is known, else None. Shows
     the traceback, too, if the cause is a guess.
     """
@@ -31,7 +31,7 @@ def explain(error: BaseException, heartbeat, show_traceback) -> tuple[int, str, 
                   "sudo apt install g++ python3-dev, or give --no-compile.")
     elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
-    elif cause := heartbeat.ask():
+    elif cause := heartbeat.find_cause():
         return code, f"error: {cause}", ""
     else:
         show_traceback(error)

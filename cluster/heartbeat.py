@@ -12,12 +12,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cli.errors import HOST, RetryableError, RunError, UserError, access, from_launcher, listed
+from cli.errors import (
+    HOST,
+    RetryableError,
+    RunError,
+    UserError,
+    from_launcher,
+    joined,
+    oserror_as_retryable,
+)
 from cluster import roll_call
 
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # torchrun sets these, too
 _joins = itertools.count()  # this process may call main() again
-WAY_BACK = "fix that and start the same command again on every node; it resumes from the newest checkpoint"
+HOW_TO_RESUME = ("fix that and start the same command again on every node; it resumes from the newest "
+                 "checkpoint")
 
 
 def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
@@ -116,7 +125,7 @@ class Heartbeat:
         while not self.call(self.store.check, self.keys):
             if time.monotonic() > deadline:
                 missing = self.call(lambda: [f"rank {k}" for k in self.keys if not self.store.check([k])])
-                raise RunError(f"{listed(missing)} of {self.world_size} did not come to {self.where} within "
+                raise RunError(f"{joined(missing)} of {self.world_size} did not come to {self.where} within "
                                f"{self.timeout:g} s: start the same command there, with its own node "
                                "rank and the same folders.")
             if self.cause:
@@ -141,7 +150,7 @@ class Heartbeat:
         """See ddp_utils.run_and_wait."""
         what = f"wait {next(self._waits)}"
         try:
-            with access():
+            with oserror_as_retryable():
                 result = function(*args)
         except BaseException as error:
             reason = f"{getattr(error, 'exit_code', 1)} {str(error) or type(error).__name__}"
@@ -179,11 +188,11 @@ class Heartbeat:
         if silent := [beat for beat, since in self._seen.items() if now - since > self.timeout]:
             raise RunError(self._lost(silent))
 
-    def ask(self) -> str:
+    def find_cause(self) -> str:
         """Says in one sentence why a collective failed, "" if unknown. Takes some seconds."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
         try:
-            self.call(self._find_cause, timeout=self.PATIENCE + 3 * self.BEAT)
+            self.call(self._look_for_cause, timeout=self.PATIENCE + 3 * self.BEAT)
             return self.cause
         except RunError as error:
             return str(error)
@@ -207,7 +216,7 @@ class Heartbeat:
             return answer[0]
         raise RunError(self.cause or (
             f"node0 can no longer be reached at {self.where} (a process there has failed or ended, or its "
-            f"machine or network is down): {WAY_BACK}."))
+            f"machine or network is down): {HOW_TO_RESUME}."))
 
     def stop(self, reason: str):
         """Ends the heartbeat and publishes `reason`, if there is one. The store's host leaves last."""
@@ -238,13 +247,13 @@ class Heartbeat:
             self.cause = cause.decode()
 
     def _names(self, beats: list[bytes]) -> str:
-        return listed([beat.decode().partition("|")[0] for beat in beats])
+        return joined([beat.decode().partition("|")[0] for beat in beats])
 
     def _lost(self, beats: list[bytes]) -> str:
         return (f"{self._names(beats)} stopped responding (the process, its machine or its network is "
-                f"down): {WAY_BACK}.")
+                f"down): {HOW_TO_RESUME}.")
 
-    def _find_cause(self):
+    def _look_for_cause(self):
         before = self.store.multi_get(self.keys)
         self._state = "failed"
         deadline = time.monotonic() + self.PATIENCE

@@ -92,7 +92,7 @@ def main():
     flags = read_config(args.run)["settings"]
     directories = [data.directory_of(source, flags["tokenizer"]) for source in data.sources_of(flags["data"])]
     sets = data.Dataset(directories, c.seq_len).val
-    levels = {name: by_cycles(model, shards, args.cycles or c.used_cycles, world)
+    levels = {name: by_cycles(model, shards, args.cycles or c.max_eval_cycles, world)
               for name, shards in tqdm(sets.items(), "levels", disable=not world.is_rank0 or None)}
     if world.is_rank0:
         say(f"exact matches in % by cycles (at most {c.h_cycles} in training):")

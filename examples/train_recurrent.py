@@ -23,7 +23,7 @@ from startup.run import (
     load_data,
     new_model,
     open_run,
-    settle,
+    resolve_flags,
     start_run,
     use_run,
 )
@@ -103,7 +103,7 @@ def parse_args(argv=None) -> Command:
 def main(argv=None) -> None:
     command = parse_args(argv)
     if "dry_run" in command.given:
-        return dry_run(Recurrent, settle(command))
+        return dry_run(Recurrent, resolve_flags(command))
     run = find_run(Recurrent, command, constants=globals())
     if uses_model(run.args):
         return use_run(run)

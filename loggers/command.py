@@ -23,7 +23,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from cli.errors import FAULTS, UserError, access, say
+from cli.errors import PACKAGE_ERRORS, UserError, oserror_as_retryable, say
 from cli.parser import ArgumentParser, bounded, local_path
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
@@ -45,7 +45,7 @@ def watch_machine(args: Namespace):
     while True:
         try:
             reading = read_machine(args.interval)
-        except FAULTS as error:
+        except PACKAGE_ERRORS as error:
             raise UserError("CPU, memory and network are read with psutil: "
                             f"{why_not('psutil', error)}.") from None
         say(json.dumps(reading) if args.json else "\n".join(format_reading(reading)))
@@ -104,7 +104,7 @@ def show_picture(path: Path, draw, *what):
             raise UserError(f"{path} cannot be written: it is a directory")
         os.replace(own, path)
         print(f"the curves are in {path}", file=sys.stderr)
-    except FAULTS as error:  # a run may be there for reading only
+    except PACKAGE_ERRORS as error:  # a run may be there for reading only
         print(f"the curves are not drawn: {why_not('matplotlib', error)}", file=sys.stderr)
 
 
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None):
                         "bytes")
     try:
         args = parser.parse_args(argv)
-        with access():
+        with oserror_as_retryable():
             show_runs(args.runs) if args.runs else watch_machine(args)
     except KeyboardInterrupt:
         pass

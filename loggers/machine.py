@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cli.errors import FAULTS, first_line
+from cli.errors import PACKAGE_ERRORS, first_line
 from monitor import format_known
 
 GB = 2**30
@@ -37,7 +37,7 @@ def begin_curves(say):
     """Says why there won't be curves of CPU and RAM, if psutil fails."""
     try:
         cpu_and_ram()  # the first record has the mean since this call
-    except FAULTS as error:
+    except PACKAGE_ERRORS as error:
         say(f"curves of CPU and RAM are not written: {why_not('psutil', error)}")
 
 
@@ -47,13 +47,13 @@ def machine_curves(suffix: str = "") -> dict[str, float]:
     """
     import torch
     values = {}
-    with suppress(*FAULTS):  # begin_curves says what's missing
+    with suppress(*PACKAGE_ERRORS):  # begin_curves says what's missing
         now = cpu_and_ram()
         values = {f"System/CPU_percent{suffix}": now["cpu_percent"],
                   f"System/RAM_percent{suffix}": now["ram_percent"]}
     if torch.cuda.is_initialized():
         values[f"System/GPU_VRAM_MB{suffix}"] = torch.cuda.memory_reserved() / MB
-        with suppress(*FAULTS):  # no nvidia-ml-py, or an NVMLError: some GPUs don't report it
+        with suppress(*PACKAGE_ERRORS):  # no nvidia-ml-py, or an NVMLError: some GPUs don't report it
             values[f"System/GPU_percent{suffix}"] = torch.cuda.utilization()
     return values
 
@@ -105,13 +105,13 @@ def read_gpus() -> list[dict]:
         import pynvml
         pynvml.nvmlInit()  # repeated calls cost nothing
         count = pynvml.nvmlDeviceGetCount()
-    except FAULTS:  # not installed, or an NVMLError: no driver, or another version
+    except PACKAGE_ERRORS:  # not installed, or an NVMLError: no driver, or another version
         return []
 
     def query(name, *args):
         try:
             return getattr(pynvml, f"nvmlDeviceGet{name}")(*args)
-        except FAULTS:
+        except PACKAGE_ERRORS:
             return None
 
     gpus = []

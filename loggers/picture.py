@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from cli.errors import FAULTS, UserError
+from cli.errors import PACKAGE_ERRORS, UserError
 from cli.files import write_atomically
 from loggers.machine import why_not
 from monitor import own_keys
@@ -34,7 +34,7 @@ class History:
         try:
             write_atomically(out / "history.json", json.dumps(history).encode())
             draw_curves(out.name, records, out / "training_history.png")
-        except FAULTS as error:
+        except PACKAGE_ERRORS as error:
             if last or isinstance(error, UserError):  # a full disk each time, a missing matplotlib only once
                 self._log.say(f"training_history.png is not drawn: {why_not('matplotlib', error)}")
         self._next = time.perf_counter() + 20 * (time.perf_counter() - start)

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from statistics import fmean
 
-from cli.errors import FAULTS
+from cli.errors import PACKAGE_ERRORS
 from loggers.machine import why_not
 from monitor import OTHER_KEYS, TAGS
 
@@ -30,7 +30,7 @@ class EventFile:
             for record in log.records:
                 self._add(record)
             self._writer.flush()
-        except FAULTS as error:
+        except PACKAGE_ERRORS as error:
             self._writer = None
             log.say(f"curves for TensorBoard are not written: {why_not('tensorboard', error)}")
 
@@ -67,5 +67,5 @@ class EventFile:
 
     def close(self):
         if self._writer:
-            with suppress(*FAULTS):  # nothing is lost: all records are flushed
+            with suppress(*PACKAGE_ERRORS):  # nothing is lost: all records are flushed
                 self._writer.close()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from cli.errors import FAULTS, UserError
+from cli.errors import PACKAGE_ERRORS, UserError
 from loggers.machine import why_not
 
 
@@ -39,7 +39,7 @@ class WandbRun:
                 reinit="create_new", config=settings, settings=wandb.Settings(console="off"))
             for record in log.records:
                 self.log(record)
-        except FAULTS as error:
+        except PACKAGE_ERRORS as error:
             self.close()
             log.say(f"nothing is sent to Weights & Biases: {why_not('wandb', error)}")
 
@@ -50,5 +50,5 @@ class WandbRun:
     def close(self):
         run, self._run = self._run, None
         if run:
-            with suppress(*FAULTS):
+            with suppress(*PACKAGE_ERRORS):
                 run.finish(self._process.exit_code)

@@ -20,7 +20,7 @@ class BandMask(NamedTuple):
     """An attention mask, True where a query sees a key, which is False outside of a band around the diagonal.
     """
 
-    sees: Tensor  # bool (B, 1, T, T)
+    allowed: Tensor  # bool (B, 1, T, T)
     before: int | None  # a query sees at most so many keys back; None: no limit
     after: int | None  # and ahead
 

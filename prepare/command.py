@@ -9,19 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, access
+from cli.errors import UserError, oserror_as_retryable
 from cli.files import sha256_of
 from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count, positive_int
 from data import (
+    HOW_TO_RESTORE,
     SOURCES,
-    WAY_BACK,
     Dataset,
     Shards,
     open_shard,
+    packed_row_length,
     read_manifest,
     read_rows,
     read_tokenizer,
-    row_of,
     shuffled,
     unigram_entropy,
 )
@@ -48,7 +48,7 @@ def verify(directory: Path):
         path = directory / shard["file"]
         open_shard(path)  # raises if header or length are wrong, with a more precise error
         if sha256_of(path) != shard["sha256"]:
-            raise UserError(f"{path} has changed: {WAY_BACK}")
+            raise UserError(f"{path} has changed: {HOW_TO_RESTORE}")
         print(f"{shard['file']}: {shard['tokens']:,} tokens, checksum OK")
     print(f"{directory}: OK" + ("" if manifest["complete"] else ", but incomplete: run prepare again"))
 
@@ -61,7 +61,7 @@ def splits_of(dataset: Dataset) -> dict[str, Shards]:
 
 def info(directory: Path, tokenizer_name: str | None):
     """Prints what a prepared directory holds."""
-    dataset = Dataset([directory], row_of(directory) or 1, tokenizer_name)
+    dataset = Dataset([directory], packed_row_length(directory) or 1, tokenizer_name)
     print(f"{dataset.manifest['dataset']}: {describe(dataset.manifest)}")
     print("settings: " + ", ".join(f"{k} {v}" for k, v in dataset.manifest["settings"].items() if v))
     for split, shards in splits_of(dataset).items():
@@ -76,7 +76,7 @@ def info(directory: Path, tokenizer_name: str | None):
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None):
     """Prints a few random rows of a split as text; the same ones each time."""
     if seq_len is None:
-        seq_len = row_of(directory) or 128
+        seq_len = packed_row_length(directory) or 128
     if min(rows, seq_len) < 1:
         raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name)
@@ -156,7 +156,7 @@ def command():
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
     try:
-        with access():
+        with oserror_as_retryable():
             main()
     except UserError as error:
         code = error.exit_code

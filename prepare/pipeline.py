@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, listed, say
+from cli.errors import RetryableError, UserError, joined, say
 from cli.files import cpu_count, lock_file, sha256_of, why_not_made, write_atomically
 from data import (
     SHORT_NAMES,
@@ -45,8 +45,8 @@ from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
 from vocab.vocabulary import EOT
 
 # what to do about data without a validation set
-LARGER_SPLIT = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with "
-                "more documents")
+HOLD_OUT_MORE = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with "
+                 "more documents")
 LINE_EVERY = 30  # seconds between the lines that `prepare` prints if it shows no progress bar
 
 
@@ -291,7 +291,7 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
         say(f"note: {EOT} occurs {marks:,} times as plain text in the first 10M tokens; to divide a text: "
             f"source into documents there, use --split-on '{EOT}'")
     if progress.unread:
-        say(f"note: fields that were not read: {listed([*progress.unread])}")
+        say(f"note: fields that were not read: {joined([*progress.unread])}")
     if not full and (without := progress.seen - counts["documents"]):
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
@@ -395,7 +395,7 @@ def describe(manifest: dict) -> str:
     text = (f"{train:,} training and {val:,} validation tokens of {manifest['tokenizer']['name']}, "
             f"{total(shards, 'documents'):,} documents")
     if not val:
-        text += f" (nothing to evaluate: prepare it again {LARGER_SPLIT})"
+        text += f" (nothing to evaluate: prepare it again {HOLD_OUT_MORE})"
     if counts := manifest.get("pairs"):
         fill = counts.get("tokens", 0) / max(train + val, 1)
         parts = [f"{counts[what]:,} {what}"
@@ -468,10 +468,10 @@ def current_identity(source: Source, out: Path) -> str:
     """The identity of a source that has shards in `out`. If a file is newer than the shards, this reads all
     files to see whether they have changed; if so, it returns an identity of their full content.
     """
-    begun = math.inf
+    first_written = math.inf
     with contextlib.suppress(OSError):  # read_tokenizer raises an error about it
-        begun = (out / "tokenizer.json").stat().st_mtime
-    if all(path.stat().st_mtime < begun for path in source.files):
+        first_written = (out / "tokenizer.json").stat().st_mtime
+    if all(path.stat().st_mtime < first_written for path in source.files):
         return source.identity
     if source.progress.total >= LARGEST_READ:
         say(f"note: {source.dataset} is newer than {out}, and too large to be compared with it")

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.errors import RetryableError, UserError, access, first_line, names_in, needed, say
+from cli.errors import RetryableError, UserError, first_line, names_in, needed, oserror_as_retryable, say
 from cli.files import digest_json, sample_digest, sha256_of
 from data import FILE_PREFIXES, SHORT_NAMES, SOURCES
 
@@ -542,7 +542,7 @@ def unpacked(path: Path):
     itself, whose position shows the progress). Raises UserError if it contains no text, or if reading fails.
     """
     try:
-        with access(path), open(path, "rb") as raw:
+        with oserror_as_retryable(path), open(path, "rb") as raw:
             head = raw.peek(10)
             file = next((unpack for magic, unpack in PACKED.items() if re.match(magic, head)), iter)(raw)
             for magic, what in NO_TEXT.items():

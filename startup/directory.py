@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import nn
 
 import monitor
-from cli.errors import HOST, RetryableError, UserError, access, say
+from cli.errors import HOST, RetryableError, UserError, oserror_as_retryable, say
 from cli.files import lock_file, to_json, why_not_made
 from data import directory_of, sources_of
-from ddp_utils import CHECKPOINT, Run, process
+from ddp_utils import OWN_CHECKPOINT_NAME, Run, process
 from model import num_params
 
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
@@ -65,7 +65,7 @@ class RunLock:
         self._owner = path.read_bytes()
         for leftover in (self.out / "checkpoints").glob(".tmp-*"):
             name = leftover.name.removeprefix(".tmp-")
-            if name == "best.pt" or CHECKPOINT.fullmatch(name):
+            if name == "best.pt" or OWN_CHECKPOINT_NAME.fullmatch(name):
                 leftover.unlink()
 
     def lost(self) -> bool:
@@ -143,6 +143,6 @@ def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
              "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
     for name, path in project_files(run.trainer).items():
         if not run.saved or not (run.out / name).exists():
-            with access(path):
+            with oserror_as_retryable(path):
                 files[name] = path.read_bytes()
     return files

@@ -21,7 +21,7 @@ from ddp_utils import list_checkpoints
 from model import MLM, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from ops.device import compute_dtype
-from startup.plan import plan_batch, shape_of, wrapped
+from startup.plan import describe_shape, plan_batch, wrap_lines
 from training.strategies import memory_of
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
@@ -157,13 +157,13 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
                 say(f"WARNING: activations of blocks are not counted ({first_line(error)}): leave room "
                     "for them")
     activations = kept.get(mode, logits)
-    say(wrapped(f"""machine
+    say(wrap_lines(f"""machine
   world size  {processes} processes with {gigabytes:.0f} GB each
   precision   {str(dtype).removeprefix("torch.")}
   compile     {"on" if compiled else "off"}
   recompute   {mode} (--checkpoint-activations)
 model
-  model       {shape_of(model)}
+  model       {describe_shape(model)}
   size        {model_class.__name__} {args.size}
   parameters  {num_params(model):,}
 batch

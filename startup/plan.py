@@ -19,7 +19,7 @@ from loggers.picture import History
 from loggers.tensorboard import EventFile
 from loggers.wandb import WandbRun
 from model import blocks_of, num_params
-from prepare.pipeline import LARGER_SPLIT
+from prepare.pipeline import HOLD_OUT_MORE
 
 
 def micro_batch_of(share: int, batch: int | None, grad_accum: int | None, largest: int) -> int:
@@ -91,11 +91,11 @@ WRAPPER = textwrap.TextWrapper(80, subsequent_indent=14 * " ", break_long_words=
 NEXT_VALUE = "\n              "  # below the first
 
 
-def wrapped(table: str) -> str:
+def wrap_lines(table: str) -> str:
     return "\n".join(map(WRAPPER.fill, table.splitlines()))
 
 
-def shape_of(model) -> str:
+def describe_shape(model) -> str:
     """A model's shape in one line."""
     get = vars(model.config).get
     return (f"layers {get('n_layer', '-')}, heads {get('n_head', '-')}, width {get('d_model', '-')}, "
@@ -111,7 +111,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
     model = state.model
     c = model.config
     blocks = blocks_of(model)
-    usual = replace(c, **{field.name: run.row.get(field.name, field.default)
+    usual = replace(c, **{field.name: run.size_defaults.get(field.name, field.default)
                           for field in flag_fields(type(c))})
     name = type(model).__name__.removeprefix("FSDP")  # sharded models have that prefix
     flags = "".join(f", {name} {value}" for name, value in flags_of_model(type(c), c).items()
@@ -124,7 +124,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
     held_out = [shards.rows for shards in dataset.val.values()]
     limit = settings["eval_batches"] * settings["eval_batch"] or max(held_out, default=0)
     batch = run.global_batch
-    run.say(heading + "\n" + wrapped(f"""machine
+    run.say(heading + "\n" + wrap_lines(f"""machine
   world size  {world.world_size}, nodes {world.nodes}
   hardware    {NEXT_VALUE.join(f"{count} x {name}" for name, count in machines.items())}
   threads     {torch.get_num_threads()} per process
@@ -134,7 +134,7 @@ def say_plan(run, state, log, heading: str, machines: Counter, compiled: bool):
   compile     {"on" if compiled else "off"}{", --fast: resumes aren't exact" if settings["fast"] else ""}
   recompute   {settings["checkpoint_activations"]} (--checkpoint-activations)
 model and data
-  model       {shape_of(model)}
+  model       {describe_shape(model)}
   size        {name} {settings["size"]}{flags}
   parameters  {num_params(model):,}, {sum(map(num_params, blocks)):,} of them in {len(blocks)} blocks
   optimizer   {", ".join(parts)}; {sum(p.numel() for p in model.parameters() if not p.requires_grad):,} frozen
@@ -164,7 +164,7 @@ steps and batches
     if dataset.short:
         run.say(f"WARNING: {dataset.too_short()}")
     elif not dataset.val:
-        run.say(f"WARNING: the data have no validation set: to evaluate, prepare them again {LARGER_SPLIT}")
+        run.say(f"WARNING: the data have no validation set: to evaluate, prepare them again {HOLD_OUT_MORE}")
 
 
 def what_next(run, stopped: bool) -> str:

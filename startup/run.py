@@ -41,11 +41,11 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import FAULTS, HOST, RunError, UserError, say
+from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
 from cli.files import to_json
 from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from data import Dataset, directory_of, row_of, sources_of, unigram_entropy
+from data import Dataset, directory_of, packed_row_length, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
@@ -80,7 +80,14 @@ from startup.plan import loggers_of, plan_batch, say_plan, what_next
 from training.state import TrainState
 from training.strategies import build_model, copy_weights, refuse_together
 from vocab.vocabulary import tokenizer_id
-from weights.init_from import assert_context, gentler, nearest_size, reading_of, trained_model, weights_of
+from weights.init_from import (
+    assert_context,
+    attention_fields,
+    finetuning_defaults,
+    nearest_size,
+    trained_model,
+    weights_of,
+)
 from weights.sampling import sample_prompt, write_sample
 from weights.use import use_model
 
@@ -108,18 +115,18 @@ def start(args: Namespace) -> World:
     return world
 
 
-def settle(command: Command, saved: dict | None = None, weights: dict | None = None) -> Namespace:
+def resolve_flags(command: Command, saved: dict | None = None, weights: dict | None = None) -> Namespace:
     """The flags of a run: a new one, or the one that resumes from the checkpoint `saved`. `weights` describes
     the weights of --init-from. Raises UserError for flags that contradict `saved` or `weights`.
 
     Adds the sequences per batch that the command may leave out: `wanted_batch` per step, `largest_batch` per
     micro-batch at most, `eval_batch` for --eval-batches.
     """
-    given, rows = command.given, command.rows
+    given, sizes = command.given, command.sizes
     record = saved or weights or {}
     settings = saved["settings"] if saved else {}
-    size = settings.get("size") or given.get("size") or record.get("size") or next(iter(rows))
-    row = rows.get(size, {})  # a run resumes even if its size has been removed
+    size = settings.get("size") or given.get("size") or record.get("size") or next(iter(sizes))
+    row = sizes.get(size, {})  # a run resumes even if its size has been removed
     if saved:
         names = command.defaults.keys() - NEW | {"largest_batch", "eval_batch"}
         recipe = row | {name: value for name, value in settings.items() if name in names}
@@ -127,15 +134,15 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
             recipe["precision"] = "auto"  # what is fast on this machine
     else:
         recipe = row | {"largest_batch": row["batch"], "eval_batch": row["global_batch"]}
-        recipe |= gentler(row) if "init_from" in given else {}
+        recipe |= finetuning_defaults(row) if "init_from" in given else {}
     if record:
-        recipe |= shape_of(command, record, bool(saved))
+        recipe |= shape_from_record(command, record, bool(saved))
     flags = command.defaults | {"size": size} | recipe | given
     own_data = saved and flags["data"] == settings["data"]  # the data that the run was trained on
     flags |= dict.fromkeys(PLANNED + LIMITS if saved and not own_data else PLANNED) | given
     flags["wanted_batch"] = recipe["global_batch"]
     sources = sources_of(flags["data"])
-    length = None if own_data else row_of(directory_of(sources[0], flags["tokenizer"]))
+    length = None if own_data else packed_row_length(directory_of(sources[0], flags["tokenizer"]))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
     if own_data:
         flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
@@ -145,7 +152,7 @@ def settle(command: Command, saved: dict | None = None, weights: dict | None = N
     return Namespace(**flags)
 
 
-def shape_of(command: Command, record: dict, resumed: bool) -> dict:
+def shape_from_record(command: Command, record: dict, resumed: bool) -> dict:
     """The fields of the model's configuration that a resume, or else --init-from, keeps from `record`. Raises
     UserError if a given flag contradicts them.
     """
@@ -226,7 +233,7 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     `constants` is the trainer's globals(). Names in capitals are recorded if they are numbers, texts or
     tuples. Nothing is written or locked. Raises UserError on all ranks.
     """
-    resolve = functools.partial(settle, command)
+    resolve = functools.partial(resolve_flags, command)
     args = resolve()
     world = start(args)
     trainer = Path(constants.get("__file__", "notebook"))
@@ -234,7 +241,7 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     try:
         if args.init_from:
             weights = weights_of(model_class, args.init_from, complete=False)
-            weights["size"] = nearest_size(command.rows, weights)
+            weights["size"] = nearest_size(command.sizes, weights)
             args = resolve(weights=weights)
     except (UserError, ConfigError) as error:  # doesn't matter to a run that resumes
         missing = error
@@ -246,7 +253,7 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     elif missing:
         raise missing
     else:
-        on_rank0(refuse_begun, out, args, trainer.name, command.given)
+        on_rank0(refuse_unlike_begun_run, out, args, trainer.name, command.given)
     if args.resume != "auto":  # the directory depends on the flags in the checkpoint
         out = run_directory(args, trainer.stem)
         if saved and (later := later_of_branch(out, saved, args)):
@@ -265,11 +272,11 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     given = {name: value for name, value in command.given.items()
              if name not in NEW or name in RECORDED}
     return Run(model_class, world, trainer, command_line(trainer, world, command.argv), constants, args,
-               command.rows.get(args.size, {}), given, out, saved, began,
+               command.sizes.get(args.size, {}), given, out, saved, began,
                monitor.TrainLog(world.prefix, world.is_rank0))
 
 
-def refuse_begun(out: Path, args: Namespace, trainer: str, given: dict):
+def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dict):
     """Raises UserError if a new run would overwrite something of an earlier one, or if a run without a
     checkpoint was begun there with other flags than `given`. Batches and the kind NEW don't count.
     """
@@ -284,11 +291,11 @@ def refuse_begun(out: Path, args: Namespace, trainer: str, given: dict):
         return
     config = monitor.read_config(out)
     with suppress(TypeError, KeyError, AttributeError):  # config.json is missing or damaged
-        begun, now = (
+        earlier, now = (
             {name: value for name, value in flags.items()
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
-        if begun != now or config["settings"]["trainer"] != trainer:
+        if earlier != now or config["settings"]["trainer"] != trainer:
             command = [*config["commands"]] or ["see config.json"]
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
                             f"--out, --resume none to start over, or that command again: {command[-1]}")
@@ -369,7 +376,7 @@ def open_run(run: Run):
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
         left = math.ceil(args.epochs * run.dataset.train.rows) - samples
         run.steps = done + max(0, math.ceil(left / run.global_batch))
-    usual = run.row.get("steps") or 0
+    usual = run.size_defaults.get("steps") or 0
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
         run.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
@@ -394,7 +401,7 @@ def new_model(run: Run, **config) -> nn.Module:
         sample_prompt(args, dataset)  # raises UserError now instead of after hours
     # the checkpoint or the weights decide the rest of the configuration
     changes = {name: value for name, value in vars(config).items()
-               if name in reading_of(config) or name in FREE_FIELDS}
+               if name in attention_fields(config) or name in FREE_FIELDS}
     if saved:
         config = config_of(model_class.Config, saved["model_config"] | changes, saved["path"])
     if args.init_from and not saved:
@@ -429,7 +436,7 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
 
 
 def compare_with_saved(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if something changed that must not change (shape_of checks the model's shape), and
+    """Raises UserError if something changed that must not change (shape_from_record checks the model's shape), and
     says what else changed. A `branch` continues in another directory, and may have another trainer.
     """
     path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
@@ -538,7 +545,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     def finish():
         checkpoints.close()
         log.finish(step, samples, memory, ending)
-        with suppress(*FAULTS):  # nothing may stop a run that is done
+        with suppress(*PACKAGE_ERRORS):  # nothing may stop a run that is done
             log.say(what_next(run, stopping > 0))
 
     # After all collectives, because rank 0 may write for longer than --timeout. The others wait, because a

@@ -29,7 +29,7 @@ from ddp_utils import StopVote, World
 from model import HRM, HRMConfig, use_device
 from ops.ema import local_shard
 from startup import dry_run
-from training.state import Norm, TrainState, skips_on_device
+from training.state import DeviceNorm, TrainState, skips_on_device
 from training.strategies import build_model, copy_weights, reshard, wrap
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling
@@ -202,7 +202,7 @@ def check_skips_on_device(world: World) -> None:
                 objective, _ = state.wrapped(*batch(world.rank))
                 (objective * (factor if world.rank == 1 or not factor else 1.0)).backward()
                 norm = state.clip_gradients(1.0)
-                assert isinstance(norm, Norm) == on_device
+                assert isinstance(norm, DeviceNorm) == on_device
                 state.optimizer_step(1e-2, norm)
 
             with mock.patch("training.state.skips_on_device", return_value=on_device):

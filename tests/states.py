@@ -10,7 +10,7 @@ from training.state import TrainState
 
 def flags_of(trainer, argv: list[str]):
     """All flags of a new run of a trainer."""
-    return startup.run.settle(trainer.parse_args(argv))
+    return startup.run.resolve_flags(trainer.parse_args(argv))
 
 
 def run_of(world, **changes) -> SimpleNamespace:

@@ -133,7 +133,7 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, values):
               "modern": True}
     run = {"path": "run", "model_config": config, "settings": {}}
     with pytest.raises(UserError, match=f"{values}: leave that flag out, "):
-        startup.run.shape_of(command, run, True)
+        startup.run.shape_from_record(command, run, True)
 
 
 def test_modes_are_flags_of_a_trainer():

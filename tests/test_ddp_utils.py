@@ -41,7 +41,7 @@ from ops.device import compute_dtype
 from startup import dry_run
 from startup.directory import RunLock
 from startup.plan import say_plan, what_next
-from training.state import Norm, TrainState, skips_on_device
+from training.state import DeviceNorm, TrainState, skips_on_device
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "skipped_updates",
@@ -633,7 +633,7 @@ def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits)
             with waits() as found:
                 norm = train_a_step(state, stop, world, step)
             assert found == ["item", "__float__"]  # the norm and the vote of the step before
-            assert state._norm is not None and isinstance(norm, Norm)
+            assert state._norm is not None and isinstance(norm, DeviceNorm)
         with waits() as found:
             assert state.updated and state.updated and state._norm is None
         assert found == ["item"]
@@ -744,7 +744,7 @@ def test_an_update_is_skipped_the_right_way_round(world):
         before = [p.detach().clone() for p in state.model.parameters()]
         for p in state.model.parameters():
             p.grad = torch.ones_like(p)
-        state.optimizer_step(1e-2, torch.tensor(factor).as_subclass(Norm))
+        state.optimizer_step(1e-2, torch.tensor(factor).as_subclass(DeviceNorm))
         assert all(map(torch.equal, before, state.model.parameters())) == (not moves)
         assert state.updated == math.isfinite(factor)
 
@@ -753,7 +753,7 @@ def test_a_norm_on_the_device_is_used_as_a_number():
     """By whoever copies a trainer: it compares, computes, formats and prints. float() makes it one for json
     and numpy.
     """
-    norm = torch.tensor(0.75).as_subclass(Norm)
+    norm = torch.tensor(0.75).as_subclass(DeviceNorm)
     assert f"{norm:.2f} {norm:>8.1e} {norm}" == f"{0.75:.2f} {0.75:>8.1e} {0.75}" == "0.75  7.5e-01 0.75"
     assert str(norm) == repr(norm) == "0.75" and f"{[norm]}" == "[0.75]"
     assert 0 < norm < 1 and norm == 0.75 and norm != 1 and not norm > 2 and norm and norm > norm - 1

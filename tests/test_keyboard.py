@@ -25,7 +25,7 @@ import train_gpt2
 import train_mlm
 from cli.errors import UserError, local_rank
 from cluster import heartbeat
-from cluster.diagnosis import explain
+from cluster.diagnosis import diagnose
 from training.evaluation import refuse_odd_metric
 from weights import use
 
@@ -264,7 +264,7 @@ def test_the_norm_of_a_gradient_after_the_step_is_explained(capsys):
     try:
         parameter.grad.norm()
     except AttributeError as error:
-        code, text, _ = explain(error, None, lambda error: None)
+        code, text, _ = diagnose(error, None, lambda error: None)
     assert code == 1 and text.startswith("error: a gradient is None: optimizer_step clears them"), text
 
 

@@ -596,7 +596,7 @@ def test_numbers_of_groups_and_frozen_parameters_do_not_begin_anew(world, tmp_pa
         checkpoints.close()
         said, resumed = [], begin(optimizer)
         resumed.load_state_dict(ddp_utils.load_checkpoint(out, print), said.append)
-        assert not said and resumed.plain_values() == state.plain_values()
+        assert not said and resumed.non_tensor_values() == state.non_tensor_values()
     with pytest.raises(UserError, match="LBFGS .* no closure"):
         begin(torch.optim.LBFGS)
 

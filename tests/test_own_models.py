@@ -609,7 +609,7 @@ def test_numbers_of_an_optimizer_are_restored_also_the_second_time(world, tmp_pa
             k: v for k, v in values.items() if k not in ("params", "lr")}
     ours, theirs = state.model.state_dict(), whole.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert state.plain_values() == whole.plain_values()
+    assert state.non_tensor_values() == whole.non_tensor_values()
 
 
 def test_a_new_weight_decay_wins_on_a_resume(world, tmp_path):
@@ -636,7 +636,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_after_the_first_step(world, od
 def test_what_a_checkpoint_can_hold(world, fine):
     state = begin(world, odd=lambda: fine)
     go_on(state, range(1))
-    assert str(state.plain_values()["Schedule 0.0/bad"]) == str(fine)
+    assert str(state.non_tensor_values()["Schedule 0.0/bad"]) == str(fine)
 
 
 class Late(torch.optim.SGD):

@@ -585,7 +585,7 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     sees, counts = zip(*(brute_force(row.tolist(), attention, loss) for row in idx))
     mask = model.mask(idx, None)
     assert mask[1:] == (None, 0 if attention == "isolated" else None)
-    assert np.array_equal(mask.sees[:, 0].numpy(), np.stack(sees))
+    assert np.array_equal(mask.allowed[:, 0].numpy(), np.stack(sees))
     rows = idx.numpy().astype(np.uint16)
     assert np.array_equal(data.label_mask(rows, ROLES, loss), np.stack(counts))
     assert mask.sees.any(-1).all()  # no row of the mask is empty

@@ -224,10 +224,10 @@ def test_evaluations_have_the_perplexity(run):
 
 def test_a_perplexity_that_is_no_number_or_ones_own_stays():
     sums = {"loss": 6.0, "nats": 6.0, "labels": 2, "samples": 1, "bytes": 4}
-    assert monitor.results_of(sums)["val_perplexity"] == math.exp(3)
+    assert monitor.means_of_sums(sums)["val_perplexity"] == math.exp(3)
     own = {"perplexity": 10.0, "perplexity (count)": 4}
-    assert monitor.results_of(sums | own)["val_perplexity"] == 2.5
-    assert monitor.results_of(sums | {"nats": 1e9})["val_perplexity"] == math.inf  # no float64 is so large
-    assert math.isnan(monitor.results_of(sums | {"nats": math.nan})["val_perplexity"])
+    assert monitor.means_of_sums(sums | own)["val_perplexity"] == 2.5
+    assert monitor.means_of_sums(sums | {"nats": 1e9})["val_perplexity"] == math.inf  # no float64 is so large
+    assert math.isnan(monitor.means_of_sums(sums | {"nats": math.nan})["val_perplexity"])
     del sums["nats"]  # another loss than the cross-entropy of a text
-    assert monitor.results_of(sums).keys() == {"val_loss"}
+    assert monitor.means_of_sums(sums).keys() == {"val_loss"}

@@ -28,7 +28,7 @@ from model import GPT2
 from ops.device import compute_dtype
 from prepare.pipeline import prepare
 from startup import dry_run
-from startup.run import settle
+from startup.run import resolve_flags
 from training.strategies import refuse_together
 
 STRATEGIES = {"ddp": {}, "zero1": {"strategy": "zero1"}, "zero2": {"strategy": "zero2"},
@@ -275,7 +275,7 @@ def test_dry_run_leaves_more_room_on_a_cpu():
 
 def run_of(*flags: str, device: str = "cuda") -> SimpleNamespace:
     world = SimpleNamespace(is_rank0=True, device=torch.device(device))
-    return SimpleNamespace(args=settle(train_gpt2.parse_args([*flags])), model_class=GPT2, world=world)
+    return SimpleNamespace(args=resolve_flags(train_gpt2.parse_args([*flags])), model_class=GPT2, world=world)
 
 
 def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus, capsys):

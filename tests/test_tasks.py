@@ -105,7 +105,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
     (short / "manifest.json").write_text("{")
     damaged = puzzles.train(0, short, tmp_path / "short-run")
     assert damaged.code == 2 and "is damaged" in damaged.out, damaged.out
-    assert data.row_of(str(short)) is None  # which is too early to tell all ranks
+    assert data.packed_row_length(str(short)) is None  # which is too early to tell all ranks
     for own, prompt in (({"sample_prompt": "1 2"}, "1 2"), ({"condition": "3"}, "")):
         done = puzzles.train(0, shards, tmp_path / f"own{prompt}", **own)
         assert f"prompt:\n{prompt}\nresponse:\nsome text\n\n" in done.out and "in the data" not in done.out
@@ -141,7 +141,7 @@ AS_BEFORE = ("--lr 1e-2 --init identity --no-qk-norm --schedule cosine --decay 0
 
 def plan_of(*flags: str) -> dict:
     """All flags of a run, and what stands behind its batches."""
-    return vars(startup.run.settle(train_hrm.parse_args([*flags])))
+    return vars(startup.run.resolve_flags(train_hrm.parse_args([*flags])))
 
 
 def test_flags_give_puzzle_as_it_was(monkeypatch):

@@ -174,13 +174,13 @@ def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monke
     trainer, begin, seen = trainer_of(script, capsys), startup.run.start, []
 
     def start(command):
-        seen.append((command, copy.deepcopy((command.given, command.defaults, command.rows))))
+        seen.append((command, copy.deepcopy((command.given, command.defaults, command.sizes))))
         return begin(command)
 
     monkeypatch.setattr(startup.run, "start", start)
     assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
     (command, before), = seen
-    assert (command.given, command.defaults, command.rows) == before
+    assert (command.given, command.defaults, command.sizes) == before
 
 
 def test_memory_is_estimated(script, shards, tmp_path, capsys):

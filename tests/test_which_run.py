@@ -721,7 +721,7 @@ def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, 
 def test_what_is_no_record_of_a_run_is_none(tmp_path, capsys):
     """A damaged config.json names no run; an export or a best.pt that is left has to stay."""
     def begin(given, resume="auto"):
-        startup.run.refuse_begun(tmp_path, Namespace(resume=resume), "train_gpt2.py", given)
+        startup.run.refuse_unlike_begun_run(tmp_path, Namespace(resume=resume), "train_gpt2.py", given)
         return "starting over" in capsys.readouterr().out
 
     def write(given, commands=("python train_gpt2.py --lr 0.5",), trainer="train_gpt2.py"):
@@ -790,9 +790,9 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     command = Namespace(config_class=Experts, given={"top_k": 3})
     record = {"path": "run", "step": 1, "model_config": asdict(Experts())}
     with pytest.raises(UserError, match="run was trained with top_k 2, not 3: leave that flag out"):
-        startup.run.shape_of(command, record, True)
+        startup.run.shape_from_record(command, record, True)
     command.given = {"dropout": 0.5}  # the control
-    assert "dropout" not in startup.run.shape_of(command, record, True)
+    assert "dropout" not in startup.run.shape_from_record(command, record, True)
 
 
 @pytest.mark.parametrize("flags, precision", [
@@ -802,7 +802,7 @@ def test_an_export_and_an_evaluation_have_the_precision_of_the_run(flags, precis
     saved = {"path": "run", "settings": {"size": "tiny", "data": "stdlib", "precision": "float16"},
              "tokenizer_flag": "bytes", "tokenizer_file": None,
              "model_config": asdict(GPT2Config())}
-    assert startup.run.settle(train_gpt2.parse_args([*flags]), saved).precision == precision
+    assert startup.run.resolve_flags(train_gpt2.parse_args([*flags]), saved).precision == precision
 
 
 def test_defaults_of_a_parser_are_not_given():
@@ -810,7 +810,7 @@ def test_defaults_of_a_parser_are_not_given():
     parser.add_argument("--every", type=parse_count, default="2k")
     parser.set_defaults(lr=1.0)
     command = parse_flags(parser, GPT2Config, train_gpt2.SIZES, [])
-    args = startup.run.settle(command)
+    args = startup.run.resolve_flags(command)
     assert command.given == {} and args.every == 2000 and args.lr == train_gpt2.SIZES["tiny"]["lr"]
 
 

@@ -77,8 +77,8 @@ def evaluate(state: TrainState, run: Run, stop: StopVote, masker=None) -> dict[s
             totals.update(sums)
             if name:
                 of_names |= {f"{key}/{name}": value
-                             for key, value in monitor.results_of(sums).items()}
+                             for key, value in monitor.means_of_sums(sums).items()}
             if stop.agreed:
                 break
     model.train()
-    return None if stop.agreed else monitor.results_of(totals) | of_names
+    return None if stop.agreed else monitor.means_of_sums(totals) | of_names

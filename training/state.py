@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from cli.errors import RunError, UserError, listed
+from cli.errors import RunError, UserError, joined
 from cluster.late import Late
 from ddp_utils import (
     HostCopy,
@@ -52,12 +52,12 @@ def assert_all_train(model: nn.Module, optimizers: list):
                             "computes it once: use an optimizer with a step that needs no closure.")
         if inside := [type(value).__name__ for value in torch.utils._pytree.tree_leaves(vars(optimizer))
                       if isinstance(value, Optimizer) and value.state is not optimizer.state]:
-            raise UserError(f"no checkpoint would hold the state of {listed(inside)}, which "
+            raise UserError(f"no checkpoint would hold the state of {joined(inside)}, which "
                             f"{type(optimizer).__name__} wraps: use an optimizer that keeps all of its state "
                             "in its own state[p].")
     whole = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole and isinstance(model, FSDPModule):
-        raise UserError(f"{listed(whole)} was added to the model after new_model, so it is not sharded and "
+        raise UserError(f"{joined(whole)} was added to the model after new_model, so it is not sharded and "
                         "its gradient would never be averaged: create it in the model's constructor, or use "
                         "--strategy ddp or zero1.")
     count = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
@@ -68,7 +68,7 @@ def assert_all_train(model: nn.Module, optimizers: list):
     odd = [f"{name} in {count[p]}" for name, p in model.named_parameters()
            if p.requires_grad and count[p] != 1]
     if odd:
-        raise UserError(f"each parameter has to be in one optimizer, but {listed(odd)}: if it is in 2, take "
+        raise UserError(f"each parameter has to be in one optimizer, but {joined(odd)}: if it is in 2, take "
                         "it out of one; if it is in 0, add it, or freeze it with requires_grad_(False).")
 
 
@@ -89,7 +89,7 @@ def clip_grad_norm(parameters, max_norm: float) -> Tensor:
     return norm
 
 
-class Norm(Tensor):
+class DeviceNorm(Tensor):
     """A scalar on the device that prints like a number. Only printing makes the host wait for it. What you
     compute from it is a plain tensor.
     """
@@ -129,7 +129,7 @@ def refuse_unsaved(values: dict):
                             "with --strategy ddp, also a list of tensors there or a tensor in the group.")
 
 
-def first_values(optimizer: torch.optim.Optimizer) -> dict:
+def first_step_values(optimizer: torch.optim.Optimizer) -> dict:
     """What a step with zero gradients adds to a new optimizer of the same class: entries of its parameter
     group, and entries of its state that are not tensors. {} if its constructor needs more arguments.
     """
@@ -167,7 +167,7 @@ class TrainState:
         self.ddp = args.strategy == "ddp"
         if not self.ddp:
             for optimizer in optimizers:
-                refuse_unsaved(first_values(optimizer))
+                refuse_unsaved(first_step_values(optimizer))
         if self.zero1:  # each process updates its part of the parameters and sends it in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
             self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
@@ -185,7 +185,7 @@ class TrainState:
         for i, (inner, optimizer) in enumerate(zip(self.inner, self.optimizers)):
             for j, group in enumerate(optimizer.param_groups):
                 self.groups[f"{type(inner).__name__} {i}.{j}"] = group
-        self._made = {name: repr(value) for name, value in self._group_values().items()}
+        self._initial_values = {name: repr(value) for name, value in self._group_values().items()}
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=model.compute_dtype == torch.float16)
         self.ema = None
         if args.ema:
@@ -237,13 +237,13 @@ class TrainState:
                                    "requires_grad_(False); to skip a layer at random, multiply what it adds "
                                    "by 0.")
         self.clear_gradients()
-        assert_in_sync(self.model, begun=False)
+        assert_in_sync(self.model, training=False)
         # From now on garbage collection leaves out all objects that exist: scanning them takes half a second.
         gc.collect()
         gc.freeze()
         process.at_end.callback(gc.unfreeze)
 
-    def clip_gradients(self, max_norm: float, stop: StopVote | None = None) -> "float | Norm":
+    def clip_gradients(self, max_norm: float, stop: StopVote | None = None) -> "float | DeviceNorm":
         """Clips the gradients. Returns their norm before clipping, exactly 0 for a step without labels.
 
         With --comm late, the gradients of the previous step first replace those of this one. Also reads the
@@ -263,25 +263,25 @@ class TrainState:
         steppers = self.inner if self.zero1 else self.optimizers  # a wrapper may do more than its .optim
         if self.scaler.is_enabled() or not all(map(skips_on_device, steppers, self.optimizers)):
             return norm.item()
-        return norm.as_subclass(Norm)
+        return norm.as_subclass(DeviceNorm)
 
     def _refuse_thawed(self):
         """Raises UserError if parameters were frozen or unfrozen after the constructor ran."""
         if odd := {p for p, trained in self._trained.items() if p.requires_grad != trained}:
             names = [name for name, p in self.model.named_parameters() if p in odd]
-            raise UserError(f"requires_grad of {listed(names)} has changed since TrainState began, and "
+            raise UserError(f"requires_grad of {joined(names)} has changed since TrainState began, and "
                             "neither the optimizers nor the other processes would follow: set it before "
                             "make_optimizers, and don't change it later. To freeze parameters for some "
                             "steps, set p.grad = None in those steps, see docs/changing.md.")
 
-    def optimizer_step(self, lr: float, grad_norm: "float | Norm"):
+    def optimizer_step(self, lr: float, grad_norm: "float | DeviceNorm"):
         """Steps the optimizers, unless the gradient norm is 0 or not finite; it must be the same on all
         ranks. Then clears the gradients and updates the average. Raises RunError if the gradient was not
         finite MAX_SKIPPED times in a row; if the norm is still on the device, the next clip_gradients does.
         """
         if self.late:
             self.late.leave_out()
-        on_device = isinstance(grad_norm, Norm)
+        on_device = isinstance(grad_norm, DeviceNorm)
         steps = (grad_norm > 0) & (grad_norm < math.inf)
         for optimizer, inner in zip(self.optimizers, self.inner):
             for group in optimizer.param_groups:
@@ -300,7 +300,7 @@ class TrainState:
         if not on_device:
             self._count_skipped()
         if not self._checked:  # if a checkpoint can't hold the state, fail now, not hours later
-            self.plain_values()
+            self.non_tensor_values()
             self._checked = True
 
     @property
@@ -401,7 +401,7 @@ class TrainState:
         return {f"{name}/{key}": value for name, group in self.groups.items()
                 for key, value in group.items() if key not in of_trainer}
 
-    def plain_values(self) -> dict:
+    def non_tensor_values(self) -> dict:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
         groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold.
         """
@@ -409,7 +409,8 @@ class TrainState:
         if self.zero1:
             values = functools.reduce(operator.or_, all_gather(values))
         values |= {name: value for name, value in self._group_values().items()
-                   if repr(value) != self._made.get(name) and not (self.ddp and isinstance(value, Tensor))}
+                   if repr(value) != self._initial_values.get(name)
+                   and not (self.ddp and isinstance(value, Tensor))}
         refuse_unsaved(values)
         assert_same("what an optimizer keeps in numbers", json.dumps(values),
                     "let it sum over all ranks what it computes from gradients or parameters, with "
@@ -433,12 +434,12 @@ class TrainState:
         ours = {name: t.shape for group, name, t, _ in self.state_dict() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         plain = saved["plain"]
-        ours |= dict.fromkeys(self.plain_values())
+        ours |= dict.fromkeys(self.non_tensor_values())
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
         changed -= self.groups.keys()  # their values always come from the checkpoint
-        if begun := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
-            say(f"WARNING: the optimizer starts from scratch with {listed(sorted(begun))}, because "
+        if discarded := changed & {name.rpartition("/")[0] for name in theirs}:  # others have had no step yet
+            say(f"WARNING: the optimizer starts from scratch with {joined(sorted(discarded))}, because "
                 "what it had saved there is not what it makes in a first step")
         for group, name, tensor, owner in self.state_dict():
             source = tensors.get(group, {}).get(name)

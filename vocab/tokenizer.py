@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, access
+from cli.errors import UserError, oserror_as_retryable
 from cli.files import without_surrogates
 from vocab.tokenizer_json import HuggingFaceTokenizer
 from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id
@@ -187,7 +187,7 @@ def load_tokenizer(name: str) -> Vocabulary:
                             "bpe:16384.")
         return Tokenizer(name, encoding._mergeable_ranks, PATTERNS.get(name, encoding._pat_str),
                          encoding._special_tokens)
-    with access(name):
+    with oserror_as_retryable(name):
         for path in (Path(name), Path(name, "tokenizer.json")):
             if path.is_file():
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cli.errors import UserError, access, first_line, listed, names_in, needed, say
+from cli.errors import UserError, first_line, joined, names_in, needed, oserror_as_retryable, say
 from cli.files import read_json
 from model import (
     GPT2,
@@ -72,7 +72,8 @@ def refuse_import(config: dict, odd: dict[str, bool], trainer: str, **required):
 def hrm_to_hf(c: HRMConfig) -> dict:
     return {"head_dim": c.head_dim, "num_layers_per_stack": c.n_layer,
             # transformers sizes its cache by this, and needs a slot for each attention call
-            "num_hidden_layers": c.n_layer * c.used_cycles * (c.l_cycles + 1), "H_cycles": c.used_cycles,
+            "num_hidden_layers": c.n_layer * c.max_eval_cycles * (c.l_cycles + 1),
+            "H_cycles": c.max_eval_cycles,
             "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
             "initializer_range": c.d_model ** -0.5, "embedding_scale": c.embed_scale,
             "tie_word_embeddings": False, "prefix_lm": c.attention == "prefix"}
@@ -441,7 +442,7 @@ def from_hf(model_class: type, source: str) -> nn.Module:
     for file in files:
         try:
             # open it first: for a file without permission, safetensors would say that it doesn't exist
-            with access(file), open(file, "rb") as content:
+            with oserror_as_retryable(file), open(file, "rb") as content:
                 try:
                     tensors |= safetensors.torch.load_file(file)
                 except OSError:  # the file system cannot map files
@@ -468,7 +469,7 @@ def from_hf(model_class: type, source: str) -> nn.Module:
                             f"they should be tied, delete {name} from the file, otherwise use transformers.")
     if left_over := sorted(name for name in tensors if not name.endswith(
             (".attn.bias", ".attn.masked_bias", "position_ids", "inv_freq"))):  # constant buffers
-        say(f"{source} has {listed(left_over)}, which this model does not use")
+        say(f"{source} has {joined(left_over)}, which this model does not use")
     if family is MODERN:
         divide_modern(found, config)
     with torch.no_grad():

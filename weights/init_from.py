@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import nn
 
-from cli.errors import UserError, listed
+from cli.errors import UserError, joined
 from ddp_utils import Run, assert_family, config_of, load_checkpoint, on_rank0, run_and_wait
 from model import VOCAB_TENSORS, ModelConfig
 from training.strategies import build_model, copy_weights, set_modes
@@ -26,7 +26,7 @@ def assert_tokenizer(saved: dict, tokenizer, way_out: str):
                         f"{ours}: {way_out}.")
 
 
-def gentler(row: dict) -> dict:
+def finetuning_defaults(row: dict) -> dict:
     """The defaults that --init-from changes: a small learning rate and batch, and a few epochs. `row` has the
     defaults of the size.
     """
@@ -197,10 +197,10 @@ def trained_model(run: Run, config: dict, changes: dict) -> nn.Module:
         lambda: new_tensors(model_class, model, weights, source, args.seed) if world.is_rank0 else {})
     lacking = sorted(config.keys() - known.keys()) + sorted(new)
     if lacking:
-        say(f"{source} lacks {listed(lacking)}: as in a new model")
+        say(f"{source} lacks {joined(lacking)}: as in a new model")
     left_over = checkpoint["left_over"] + sorted(weights.keys() - model.state_dict().keys())
     if left_over:
-        say(f"{source} has {listed(left_over)}, which this model does not use")
+        say(f"{source} has {joined(left_over)}, which this model does not use")
     copy_weights(model, weights | new, world)
     return model
 
@@ -224,7 +224,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     if checkpoint["tokenizer"]:
         assert_tokenizer(checkpoint, run.dataset.tokenizer, way_out)
     assert_context(model_class, checkpoint, run.args.seq_len)
-    ours = {name: value for name, value in reading_of(trained).items() if name in known}
+    ours = {name: value for name, value in attention_fields(trained).items() if name in known}
     if source == run.args.init_from:
         known |= ours
     elif known.get("attention") != ours.get("attention"):
@@ -243,7 +243,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
     return frozen.requires_grad_(False).eval()
 
 
-def reading_of(config: ModelConfig) -> dict:
+def attention_fields(config: ModelConfig) -> dict:
     """The fields of a configuration that decide which tokens see which."""
     return {name: vars(config)[name] for name in ("attention", "eot", "start", "response", "end")
             if name in vars(config)}

@@ -57,10 +57,10 @@ def _gguf_shape(writer, c, architecture: str):
         writer.add_ssm_time_step_rank(1)
         return
     # llama.cpp sizes its cache by this, and needs a slot for each attention call
-    writer.add_block_count(c.n_layer * c.used_cycles * (c.l_cycles + 1))
+    writer.add_block_count(c.n_layer * c.max_eval_cycles * (c.l_cycles + 1))
     writer.add_embedding_scale(c.embed_scale)
     writer.add_uint32("hrm_text.hrm.layers_per_stack", c.n_layer)  # gguf 0.19 has no names for these
-    writer.add_uint32("hrm_text.hrm.h_cycles", c.used_cycles)
+    writer.add_uint32("hrm_text.hrm.h_cycles", c.max_eval_cycles)
     writer.add_uint32("hrm_text.hrm.l_cycles", c.l_cycles)
     writer.add_bool("hrm_text.hrm.prefix_lm", False)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import FAULTS, RetryableError, RunError, UserError, first_line, needed, say
+from cli.errors import PACKAGE_ERRORS, RetryableError, RunError, UserError, first_line, needed, say
 from ddp_utils import (
     Run,
     StopVote,
@@ -28,7 +28,7 @@ from ddp_utils import (
 )
 from model import GPT2, MLM, num_params, use_device
 from ops.device import compute_dtype
-from prepare.pipeline import LARGER_SPLIT
+from prepare.pipeline import HOLD_OUT_MORE
 from training.evaluation import evaluate
 from training.strategies import build_model, copy_weights, set_modes
 from vocab.tokenizer import load_tokenizer
@@ -138,7 +138,7 @@ def use_on_rank0(model: nn.Module, run: Run):
         say(f"{out / 'hf'} is ready for from_pretrained of transformers")
         try:
             write_card(out / "hf" / "README.md", saved)
-        except FAULTS as error:  # such as an edited config.json
+        except PACKAGE_ERRORS as error:  # such as an edited config.json
             say(f"WARNING: the model card README.md was not written ({first_line(error)})")
         prefix = vars(model.config).get("attention") == "prefix"
         if prefix and run.model_class is GPT2:
@@ -180,7 +180,7 @@ def use_on_rank0(model: nn.Module, run: Run):
 
 def typed() -> str:
     """The line that the user types at a prompt."""
-    with suppress(*FAULTS):  # not every Python has readline
+    with suppress(*PACKAGE_ERRORS):  # not every Python has readline
         import readline  # noqa: F401, lets `input` edit lines, and take very long ones
     return input("> " if sys.stdin.isatty() else "")
 
@@ -260,7 +260,7 @@ def evaluate_only(model: nn.Module, run: Run):
     assert_tokenizer(saved, dataset.tokenizer, f"prepare the data with --tokenizer {saved['tokenizer_file']}")
     if not dataset.val:
         raise UserError(f"{dataset.too_short()}." if dataset.short else
-                        f"{dataset.name} has no validation set: prepare it again {LARGER_SPLIT}.")
+                        f"{dataset.name} has no validation set: prepare it again {HOLD_OUT_MORE}.")
     masker = None
     if isinstance(model, MLM):
         rate = saved["settings"].get("EVAL_RATE", 0.15)
@@ -272,6 +272,6 @@ def evaluate_only(model: nn.Module, run: Run):
         raise KeyboardInterrupt
     if world.is_rank0:
         where = f"step {saved['step']} from {saved['path']} on {dataset.name}"
-        print(" | ".join([where, *monitor.results(results)]))
+        print(" | ".join([where, *monitor.format_results(results)]))
         record = {"step": saved["step"], "data": dataset.name} | results
         print(json.dumps(monitor.without_nan(record)), flush=True)

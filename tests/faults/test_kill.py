@@ -22,7 +22,7 @@ from conftest import children, finish, kill
 from processes import Group, KillAtOperation, marked
 from runs import Trainer, assert_same_run, steps_of
 
-from ddp_utils import NAME, list_checkpoints, read_checkpoint
+from ddp_utils import CHECKPOINT_NAME, list_checkpoints, read_checkpoint
 
 SEED = int(os.environ.get("FAULTS_SEED", random.SystemRandom().randrange(10**6)))
 STEPS, KEEP, OPERATIONS = 40, 3, 120  # on files, in a run without drawings
@@ -49,14 +49,14 @@ class Witness:
     def check(self) -> None:
         """Everything that has its name is whole, and nothing that had one is gone without a newer one."""
         now = list_checkpoints(self.out)
-        steps = [int(NAME.fullmatch(path.name)[1]) for path in now]
+        steps = [int(CHECKPOINT_NAME.fullmatch(path.name)[1]) for path in now]
         for path in [*now, *self.out.glob("checkpoints/best.pt")]:
             read_checkpoint(path)  # raises RunError
         for name in self.seen - {path.name for path in now}:
-            newer = [step for step in steps if step > int(NAME.fullmatch(name)[1])]
+            newer = [step for step in steps if step > int(CHECKPOINT_NAME.fullmatch(name)[1])]
             assert len(newer) >= KEEP, f"{name} was there and is gone; there are {steps}"
-        strangers = [name for name in os.listdir(self.out / "checkpoints")
-                     if not NAME.fullmatch(name) and name != "best.pt" and not name.startswith(".tmp-")]
+        strangers = [name for name in os.listdir(self.out / "checkpoints") if not (
+            CHECKPOINT_NAME.fullmatch(name) or name == "best.pt" or name.startswith(".tmp-"))]
         assert not strangers
         if (self.out / "metrics.jsonl").exists():
             *lines, _ = (self.out / "metrics.jsonl").read_text().split("\n")
@@ -77,7 +77,8 @@ def check_end(out: Path, whole: Path) -> None:
 def forked_life(rng, command, ranks, witness, seconds) -> bool:
     """Runs the command until a random moment. Returns whether it was killed, or had ended before."""
     by_time = rng.random() < 0.4
-    left = 1.1 - next((int(NAME.fullmatch(p.name)[1]) for p in list_checkpoints(witness.out)), 0) / STEPS
+    done = next((int(CHECKPOINT_NAME.fullmatch(p.name)[1]) for p in list_checkpoints(witness.out)), 0)
+    left = 1.1 - done / STEPS
     operation = KillAtOperation(witness.out, rng.randrange(1, 20 + int(OPERATIONS * left)),
                                 rng.choice((0, 0.01)) * rng.random())
     deadline = time.monotonic() + (rng.uniform(0.05, 0.2 + left * seconds) if by_time else 60)
@@ -140,10 +141,10 @@ def torchrun_life(rng, trainer, shards, out, witness, **flags) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTS_MARK", mark)
         process = trainer.start(2, shards, out, **flags)
-    last = next((int(NAME.fullmatch(p.name)[1]) for p in list_checkpoints(out)), 0)
+    last = next((int(CHECKPOINT_NAME.fullmatch(p.name)[1]) for p in list_checkpoints(out)), 0)
     until, deadline = last + rng.randrange(1, 9), time.monotonic() + 60
     while process.poll() is None and not any(
-            int(NAME.fullmatch(p.name)[1]) >= until for p in list_checkpoints(out)):
+            int(CHECKPOINT_NAME.fullmatch(p.name)[1]) >= until for p in list_checkpoints(out)):
         assert time.monotonic() < deadline, kill(process)
         witness.look()
         time.sleep(0.002)
