@@ -230,10 +230,6 @@ class World:
     def prefix(self) -> str:
         return f"[Rank {self.rank}/{self.world_size} | Node {self.node} | Device {self.device}]"
 
-    def synchronize(self):
-        """Waits until the device has finished its work."""
-        torch.get_device_module(self.device).synchronize()
-
 
 def init(backend: str = "auto", device: str = "auto", timeout: float = 600, compare=None,
          fast: bool | None = False) -> World:
@@ -831,7 +827,7 @@ class Checkpoints:
         reduce_sum([0], world)  # raises if a collective above has failed: NCCL reports that in the next one
         if not world.is_rank0:
             return
-        world.synchronize()  # copies to pinned memory may still be under way
+        torch.get_device_module(world.device).synchronize()  # copies to pinned memory may be under way
         content = {"format": FORMAT, "step": step, "scaler": state.scaler.state_dict(), "plain": plain,
                    "ema_updates": state.ema.updates if state.ema else 0}
         content = json.loads(json.dumps(content | meta))  # weights_only=True can read only plain types

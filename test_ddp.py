@@ -150,7 +150,7 @@ def all_reduce_seconds(nbytes: int, repetitions: int, world: World) -> float:
 
     def until_done():
         dist.all_reduce(buffer)
-        world.synchronize()
+        torch.get_device_module(world.device).synchronize()
 
     until_done()
     return max(all_gather(statistics.median(timeit.repeat(until_done, number=1, repeat=repetitions))))

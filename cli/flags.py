@@ -9,7 +9,7 @@ import itertools
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from dataclasses import dataclass, field, fields
 
-from cli.errors import UserError
+from cli.errors import UserError, joined
 from cli.files import without_surrogates
 from cli.parser import (
     ArgumentParser,
@@ -199,6 +199,10 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
     parser._defaults.clear()
     defaults |= {"vocab_size": None} | {option.name: option.default for option in flag_fields(config_class)}
     given = vars(parser.parse_args(argv))
+    for name, row in sizes.items():
+        if unknown := sorted(row.keys() - defaults):
+            raise UserError(f"the row {name} of the sizes sets {joined(unknown)}, which is no flag: write the "
+                            "names of flags, with underscores.")
     if "steps" in given:
         if "epochs" in given:
             raise UserError("--epochs and --steps exclude each other: leave one out.")

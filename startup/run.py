@@ -208,8 +208,6 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
                         "checkpoints.")
     if not reads and (args.resume == "none" or not first):
         return None
-    if world.is_rank0 and first:
-        tell(f"reading the checkpoint of step {first} in {out}")  # which can take a while
     return load(out)
 
 
@@ -290,15 +288,14 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
     if args.resume == "none":
         return
     config = monitor.read_config(out)
-    with suppress(TypeError, KeyError, AttributeError):  # config.json is missing or damaged
+    with suppress(TypeError, LookupError, AttributeError):  # config.json is missing or damaged
         earlier, now = (
             {name: value for name, value in flags.items()
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if earlier != now or config["settings"]["trainer"] != trainer:
-            command = [*config["commands"]] or ["see config.json"]
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
-                            f"--out, --resume none to start over, or that command again: {command[-1]}")
+                            f"--out, --resume none to start over, or repeat it: {config['commands'][-1]}")
         say(f"{out} has no checkpoint yet: starting over")
 
 
@@ -436,8 +433,9 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
 
 
 def compare_with_saved(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if something changed that must not change (shape_from_record checks the model's shape), and
-    says what else changed. A `branch` continues in another directory, and may have another trainer.
+    """Raises UserError if something changed that must not change (shape_from_record checks the model's
+    shape), and says what else changed. A `branch` continues in another directory, and may have another
+    trainer.
     """
     path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
     if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names

@@ -17,7 +17,6 @@ from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_
 from train_recurrent import Recurrent, RecurrentConfig
 
 import ddp_utils
-import startup.run
 from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, ConfigError, GPT2Config, Linear, make_optimizers
@@ -171,16 +170,28 @@ def capped(logits):
 
 
 def test_flags_do_not_change_after_parse(script, shards, tmp_path, capsys, monkeypatch):
-    trainer, begin, seen = trainer_of(script, capsys), startup.run.start, []
+    trainer, seen = trainer_of(script, capsys), []
+    parse = module_of(script).parse_args
 
-    def start(command):
+    def parse_args(argv):
+        command = parse(argv)
         seen.append((command, copy.deepcopy((command.given, command.defaults, command.sizes))))
-        return begin(command)
+        return command
 
-    monkeypatch.setattr(startup.run, "start", start)
+    monkeypatch.setattr(module_of(script), "parse_args", parse_args)
     assert trainer.train(0, shards, tmp_path / "run", steps=2, eval_every=2).code == 0
     (command, before), = seen
     assert (command.given, command.defaults, command.sizes) == before
+
+
+def test_rows_of_the_sizes_are_flags(script):
+    """With underscores in their names, and numbers without quotes."""
+    module = module_of(script)
+    for name, row in module.SIZES.items():
+        for key, value in row.items() - {("vocab_size", row.get("vocab_size"))}:
+            option = f"--{key.replace('_', '-')}"
+            given = module.parse_args([option] if value is True else [f"{option}={value}"]).given
+            assert given.get(key) == value, f"the row {name} of SIZES sets {key}={value!r}"
 
 
 def test_memory_is_estimated(script, shards, tmp_path, capsys):
@@ -286,4 +297,3 @@ def test_layers_that_are_no_blocks_are_named_at_the_start(shards, tmp_path, monk
     monkeypatch.setattr(module_of(RECURRENT), "Recurrent", Other)
     done = trainer.train(0, shards, tmp_path / "run")
     assert done.code == 0 and "0 of them in 0 blocks" in done.out, done.out
-    assert re.search("WARNING: no layer of Other inherits Block", done.out), done.out
