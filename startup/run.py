@@ -201,12 +201,11 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
     by_rank = all_gather((newest, f"{world.node} ({HOST})"))
     ours, _ = by_rank[0]
     theirs, where = max(by_rank)
-    first = ours[1]
     if theirs > ours:
-        raise UserError(f"{where} holds step {theirs[1]} of {out}, but node0 only step {first}: start that "
+        raise UserError(f"{where} holds step {theirs[1]} of {out}, but node0 only step {ours[1]}: start that "
                         f"machine as node 0, or copy its {out} to node 0. To go back, delete its later "
                         "checkpoints.")
-    if not reads and (args.resume == "none" or not first):
+    if not reads and (args.resume == "none" or not ours[1]):
         return None
     return load(out)
 
