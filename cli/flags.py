@@ -201,8 +201,7 @@ def parse_flags(parser: ArgumentParser, config_class: type, sizes: dict[str, dic
     given = vars(parser.parse_args(argv))
     for name, row in sizes.items():
         if unknown := sorted(row.keys() - defaults):
-            raise UserError(f"the row {name} of the sizes sets {joined(unknown)}: write names of flags there, "
-                            "with underscores.")
+            raise UserError(f"the row {name} of the sizes sets {joined(unknown)}, which is no flag's name.")
     if "steps" in given:
         if "epochs" in given:
             raise UserError("--epochs and --steps exclude each other: leave one out.")
