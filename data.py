@@ -16,10 +16,9 @@ faster.
 
 Sections of this file, and what uses them:
 
-    shards    write_atomically, open_shard, read_manifest: prepare/ and the reading section
+    shards    open_shard, read_manifest: prepare/ and the reading section
     order     shuffled, Masker: Loader, train_mlm
-    reading   Dataset, Loader, validation_batches: the trainers and ddp_utils
-    batches   plan_batch: startup/run.py, to divide a global batch over ranks
+    reading   Dataset, Loader, validation_batches: the trainers and training/evaluation.py
 """
 
 import contextlib

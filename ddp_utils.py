@@ -1,19 +1,14 @@
-"""Distributed training: how processes start, agree, train, save, resume and end. In the order of a run:
+"""Distributed runs: how processes start, agree, save, stop and end. In the order of a run:
 
     start and end       launch(main), init: join the process group, end without hanging
     devices             choose_device: a GPU for each process, and the backend
     agreement           run_and_wait, on_rank0, sums over ranks, comparisons of ranks
     the record of a run Run, which startup/run.py fills
-    models on ranks     build_model: replicated or sharded; set_modes: precision, recomputing, compiling
-    training state      TrainState: clips gradients, steps the optimizer, yields the tensors of a checkpoint
-    checkpoints         Checkpoints writes and restores them, find_checkpoint in startup/run.py chooses one;
-                        RunLock keeps other runs out of the directory
-    around a step       start_run, due_after, StopVote (Ctrl-C, signals), Metrics, evaluate, sample, end_run
+    checkpoints         Checkpoints writes and restores them, load_checkpoint reads one, whole or not at all
+    around a step       due_after, seeds, StopVote (Ctrl-C, signals), Metrics
 
-Loader and plan_batch in data.py decide which rank gets which samples.
-
-The trainers call them in this order: see main() in train_gpt2.py. One rule holds everywhere: all ranks call
-the same collectives in the same order.
+The model on ranks and what trains it are in training/. Loader in data.py decides which rank gets which
+samples. One rule holds everywhere: all ranks call the same collectives in the same order.
 """
 
 import functools
@@ -385,6 +380,19 @@ def async_sum(value: float, world: World):
     return wait
 
 
+def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
+    """Sends `tensor` from rank `source` to rank `target`. Returns it on `target`, and None elsewhere. On
+    `target`, pass any tensor of the same shape and dtype.
+    """
+    device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
+    if world.rank == source != target:
+        dist.send(tensor.to(device), target)
+    if world.rank == target != source:
+        tensor = torch.empty_like(tensor, device=device)
+        dist.recv(tensor, source)
+    return tensor if world.rank == target else None
+
+
 def find_mismatch(values: list) -> tuple[int, int] | None:
     """Compares each of these plain values across ranks. Returns the index of the first one that differs, and
     the first rank whose value isn't the most common one; None if all are equal.
@@ -477,77 +485,6 @@ class Run:
     def say(self, text: str):
         """Prints `text` and appends it to train.log, on rank 0."""
         self.text.say(text)
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Models on ranks: replicated or sharded
-
-
-def transfer(tensor: Tensor, source: int, target: int, world: World) -> Tensor | None:
-    """Sends `tensor` from rank `source` to rank `target`. Returns it on `target`, and None elsewhere. On
-    `target`, pass any tensor of the same shape and dtype.
-    """
-    device = "cpu" if world.backend == "gloo" else world.device  # gloo cannot send from a GPU
-    if world.rank == source != target:
-        dist.send(tensor.to(device), target)
-    if world.rank == target != source:
-        tensor = torch.empty_like(tensor, device=device)
-        dist.recv(tensor, source)
-    return tensor if world.rank == target else None
-
-
-def assert_same_parameters(model: nn.Module, saved: dict):
-    """Raises UserError on all ranks if the checkpoint and the model don't have the same parameter names."""
-    if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
-        raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
-                        f"{min(odd)}): use {code_trained_with(saved['path'])}, or train again in "
-                        "another --out.")
-
-
-def config_of(config_class: type, saved: dict, where):
-    """Makes a config_class from the fields `saved` in the checkpoint `where`. Fields that it lacks get their
-    defaults. Raises UserError for fields that the class no longer has.
-    """
-    known = {field.name for field in fields(config_class)}
-    config = config_class(**{name: value for name, value in saved.items() if name in known})
-    if unknown := sorted(saved.keys() - known):
-        raise UserError(f"{where} sets {joined(unknown)}, which {config_class.__name__} does not know: use "
-                        f"{code_trained_with(where)}, or train again in another --out.")
-    return config
-
-
-def code_trained_with(checkpoint) -> str:
-    """Names the code that trained a checkpoint, with the commit of the run's last start if it is recorded."""
-    with suppress(TypeError, KeyError, IndexError):
-        if commit := monitor.read_config(Path(checkpoint).parents[1])["commits"][-1]:
-            return f"the code that trained it (commit {commit})"
-    return "the code that trained it"
-
-
-def assert_family(saved: dict, model_class: type):
-    if saved["family"] == model_class.__name__:
-        return
-    raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
-                    f"{model_class.__name__}: use its own trainer.")
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Training state
-
-
-class HostCopy:
-    """Copies a scalar from the device to the host in the background. float() waits for the copy, but not for
-    later work of the device.
-    """
-
-    def __init__(self, scalar: Tensor):
-        self._scalar = scalar.to("cpu", non_blocking=True)
-        self._arrived = torch.get_device_module(scalar.device).Event()
-        self._arrived.record()
-
-    def __float__(self) -> float:
-        self._arrived.synchronize()
-        return self._scalar.item()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -689,6 +626,41 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
 
     answer = on_rank0(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
+
+
+def assert_same_parameters(model: nn.Module, saved: dict):
+    """Raises UserError on all ranks if the checkpoint and the model don't have the same parameter names."""
+    if odd := model.state_dict().keys() ^ saved["tensors"]["model"].keys():
+        raise UserError(f"{saved['path']} is from another version of this model (only one of them has "
+                        f"{min(odd)}): use {code_trained_with(saved['path'])}, or train again in "
+                        "another --out.")
+
+
+def config_of(config_class: type, saved: dict, where):
+    """Makes a config_class from the fields `saved` in the checkpoint `where`. Fields that it lacks get their
+    defaults. Raises UserError for fields that the class no longer has.
+    """
+    known = {field.name for field in fields(config_class)}
+    config = config_class(**{name: value for name, value in saved.items() if name in known})
+    if unknown := sorted(saved.keys() - known):
+        raise UserError(f"{where} sets {joined(unknown)}, which {config_class.__name__} does not know: use "
+                        f"{code_trained_with(where)}, or train again in another --out.")
+    return config
+
+
+def code_trained_with(checkpoint) -> str:
+    """Names the code that trained a checkpoint, with the commit of the run's last start if it is recorded."""
+    with suppress(TypeError, KeyError, IndexError):
+        if commit := monitor.read_config(Path(checkpoint).parents[1])["commits"][-1]:
+            return f"the code that trained it (commit {commit})"
+    return "the code that trained it"
+
+
+def assert_family(saved: dict, model_class: type):
+    if saved["family"] == model_class.__name__:
+        return
+    raise UserError(f"{saved['path']} holds a model of the family {saved['family']}, not "
+                    f"{model_class.__name__}: use its own trainer.")
 
 
 def is_in(saved: dict, run_directory: Path) -> bool:
@@ -943,6 +915,21 @@ def seed_step(seed: int, step: int, rank: int):
 def generator(seed: int, step: int, number: int = 0, device="cpu") -> torch.Generator:
     """A random generator in the same state on all ranks. Each `number` gives another one for the step."""
     return torch.Generator(device).manual_seed(mixed(seed, step, -1 - number))
+
+
+class HostCopy:
+    """Copies a scalar from the device to the host in the background. float() waits for the copy, but not for
+    later work of the device.
+    """
+
+    def __init__(self, scalar: Tensor):
+        self._scalar = scalar.to("cpu", non_blocking=True)
+        self._arrived = torch.get_device_module(scalar.device).Event()
+        self._arrived.record()
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return self._scalar.item()
 
 
 class StopVote:

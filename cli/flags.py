@@ -1,13 +1,13 @@
 """The flags that all trainers share, and those of a model's configuration.
 
-startup/run.py says which flags may change when a run resumes, and refuses flags that can't train together
-(refuse_together). weights/use.py refuses flags that don't go with --prompt or --export. model.py makes the
---optimizer.
+startup/run.py says which flags may change when a run resumes. refuse_together in training/strategies.py
+refuses flags that can't train together, weights/use.py those that don't go with --prompt or --export.
+make_optimizers in model.py makes the --optimizer.
 """
 
 import itertools
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from cli.errors import UserError, joined
 from cli.files import without_surrogates

@@ -20,7 +20,7 @@ and --tokenizer the content is FIXED, under any name.
 - --resume FILE with --prompt, --export or --eval-only uses that file.
 - In training, --resume X continues from a later checkpoint of the same branch, if --out has one.
 
-How a run trains, saves and stops (Ctrl-C) is in ddp_utils.py.
+How a run saves and stops (Ctrl-C) is in ddp_utils.py, how it trains in the trainer and training/.
 """
 
 import functools
