@@ -26,15 +26,8 @@ from cli.parser import (
 )
 
 
-def flag(default, help: str, type=None):
-    """A configuration field that is also a command-line flag of the trainer, with this default and help (see
-    flag_group). Give `type`, choices or a function, if the value is neither a number nor a switch.
-    """
-    return field(default=default, metadata={"help": help, "type": type})
-
-
 def flag_fields(config_class: type) -> list:
-    """The fields of a model's configuration that are flags; see `flag`."""
+    """The fields of a model's configuration that are flags: those made with `flag` of model.py."""
     return [field for field in fields(config_class) if field.metadata]
 
 
