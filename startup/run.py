@@ -207,6 +207,8 @@ def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
                         "checkpoints.")
     if not reads and (args.resume == "none" or not ours[1]):
         return None
+    if world.is_rank0 and ours[1]:
+        tell(f"reading the checkpoint of step {ours[1]} in {out}")  # which can take a while
     return load(out)
 
 
