@@ -128,6 +128,7 @@ def main(argv: list[str] | None = None):
         return
     state.warm_up(example)
     stop = ddp.StopVote(world)  # after warm_up, so that Ctrl-C during warm_up stops at once
+    # data.Masker, unless change_data sets another: chooses and replaces the tokens to restore
     masker = dataset.masker_class(tokenizer, args.seq_len, args.mask_rate, args.seed)
     eval_masker = dataset.masker_class(tokenizer, args.seq_len, EVAL_RATE, 0)
     loader = data.Loader(dataset.train, run.batch, world, args.seed, samples, masker)
