@@ -295,8 +295,9 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if earlier != now or config["settings"]["trainer"] != trainer:
+            command = [*config["commands"]] or ["see config.json"]  # none in a notebook
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
-                            f"--out, --resume none to start over, or repeat it: {config['commands'][-1]}")
+                            f"--out, --resume none to start over, or repeat it: {command[-1]}")
         say(f"{out} has no checkpoint yet: starting over")
 
 
@@ -365,10 +366,10 @@ def open_run(run: Run):
                         "lower --global-batch, or --batch and --grad-accum.")
     if not (args.global_batch or args.batch and args.grad_accum) and run.global_batch != wanted:
         run.say(f"{wanted} sequences per step don't divide among {world.world_size} processes: taking "
-                 f"{run.global_batch}")
+                f"{run.global_batch}")
         if abs(run.global_batch / wanted - 1) > 0.05:
             run.say(f"WARNING: {run.global_batch} instead of {wanted} sequences per step may need another "
-                     "--lr; --global-batch changes the number")
+                    "--lr; --global-batch changes the number")
     run.steps = args.steps
     if args.epochs:  # a resumed run has already done some
         done, samples = (saved["step"], saved["samples"]) if saved else (0, 0)
@@ -378,7 +379,7 @@ def open_run(run: Run):
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
         run.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
-                 f"{usual}: --warmup changes it")
+                f"{usual}: --warmup changes it")
 
 
 def new_model(run: Run, **config) -> nn.Module:
