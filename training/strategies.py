@@ -130,7 +130,9 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
 
 
 def set_modes(model: nn.Module, args: Namespace, world: World):
-    """Applies the same flags to any model, such as one that is only evaluated."""
+    """Applies --precision, --checkpoint-activations, --compile and --fast to a model, also to one that is only
+    evaluated.
+    """
     if world.device.type == "cuda":
         # By default, attention's backward pass on a GPU adds up gradients in no fixed order, so a resumed run
         # would differ from an uninterrupted one. warn_only isn't enough, because torch would still pick such
