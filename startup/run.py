@@ -295,6 +295,7 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if earlier != now or config["settings"]["trainer"] != trainer:
+            RunLock(out).acquire()  # raises if that run still goes on
             command = [*config["commands"]] or ["see config.json"]  # none in a notebook
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
                             f"--out, --resume none to start over, or repeat it: {command[-1]}")

@@ -130,7 +130,7 @@ def copy_weights(model: nn.Module, weights: dict[str, Tensor], world: World):
 
 
 def set_modes(model: nn.Module, args: Namespace, world: World):
-    """Applies --precision, --checkpoint-activations, --compile and --fast to a model, also to one that is only
+    """Applies --precision, --checkpoint-activations, --compile and --fast to a model, also if it is only
     evaluated.
     """
     if world.device.type == "cuda":
