@@ -730,7 +730,7 @@ class Checkpoints:
         return saved
 
     def resume(self, saved: dict | None, state) -> tuple[int, int]:
-        """Restores the checkpoint `saved` into `state`, a TrainState (training/state.py), if there is one.
+        """Restores the checkpoint `saved` into `state`, a TrainState (training/step.py), if there is one.
         Returns the number of steps and of samples that are done.
         """
         if not saved:

@@ -408,8 +408,6 @@ class RunLog:
         if min(self.evaluations.values(), default=math.inf) < math.inf:
             at = min(self.evaluations, key=self.evaluations.get)
             best = f"; best evaluation {self.evaluations[at]:.4f} at step {at}"
-        if self.records and not self.val_tokens:
-            self._warn_of_loss(step, self.records[-1].get("loss"))
         self.say(f"{step - self._first_step} steps in {tqdm.format_interval(seconds)}, evaluations and saves "
                  f"included: {tqdm.format_sizeof(speed)} tok/s{best}; peak memory {peak_memory:.1f} GB")
         self.close()

@@ -33,7 +33,7 @@ from startup.run import (
     use_run,
 )
 from training.evaluation import evaluate
-from training.state import TrainState
+from training.step import TrainState
 
 # Only `tiny` has been tuned (on two CPU cores). The other shapes are from Radford et al., 2019, and the
 # learning rates from Brown et al., 2020. `steps` gives each about 20 tokens per parameter.

@@ -33,7 +33,7 @@ from startup.run import (
     use_run,
 )
 from training.evaluation import evaluate
-from training.state import TrainState
+from training.step import TrainState
 
 # Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
 # times its batch. In all trainers, `batch` (the micro-batch) and `checkpoint_activations` suit 80 GB GPUs.

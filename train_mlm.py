@@ -36,7 +36,7 @@ from startup.run import (
     use_run,
 )
 from training.evaluation import evaluate
-from training.state import TrainState
+from training.step import TrainState
 
 # Only `tiny` has been tuned (on two CPU cores). base and large have ModernBERT's shapes (arXiv 2412.13663).
 WEB = dict(seq_len=512, data="fineweb-edu")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import ddp_utils
-import training.state
+import training.step
 from cluster import late
 
 
@@ -55,7 +55,7 @@ def imitate(processes: int):
         add(metrics, sums)
         made[-1].keep()
 
-    training.state.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
+    training.step.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
 
 
 if __name__ == "__main__":

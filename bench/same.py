@@ -41,7 +41,7 @@ import data, ddp_utils
 changes, *sys.argv = sys.argv[1:]
 if "infinite" in changes:
     try:
-        import training.state as owner
+        import training.step as owner
     except ImportError:
         owner = ddp_utils  # until 2026-11-28
     steps, clip = itertools.count(1), owner.clip_grad_norm

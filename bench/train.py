@@ -53,7 +53,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from training.state import TrainState
+from training.step import TrainState
 from training.strategies import build_model, copy_weights
 
 ROOT = Path(__file__).resolve().parent.parent

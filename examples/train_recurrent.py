@@ -28,7 +28,7 @@ from startup.run import (
     use_run,
 )
 from training.evaluation import evaluate
-from training.state import TrainState
+from training.step import TrainState
 from weights.sampling import KVCache
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm  # comes with datasets
 
-import monitor
 from cli.errors import UserError
 from cli.flags import flag_fields, flags_of_model
 from ddp_utils import process
@@ -168,13 +167,12 @@ steps and batches
 
 
 def what_next(run, stopped: bool) -> str:
-    """The commands that come after a run."""
+    """The command that uses a run, and if it has `stopped` the one that resumes it."""
     use = "--chat" if run.dataset.marker_ids["response"] >= 0 else "--prompt The"
     if "fill" in run.args:
         use = "--fill 'The [MASK] sat.'"
     if run.dataset.vocab_size:  # its ids aren't text
         use = "--eval-only"
     start = f"python {shlex.quote(os.path.relpath(run.trainer))} --out {shlex.quote(str(run.out))}"
-    watch = f"python {shlex.quote(os.path.relpath(monitor.__file__))} {shlex.quote(str(run.out))}"
     resume = f"\n  {run.command}" if stopped else ""
-    return f"next:\n  {start} {use}\n  {watch}{resume}"
+    return f"next:\n  {start} {use}{resume}"

@@ -1,18 +1,8 @@
 """Which run a command means: its flags, directory, checkpoint, data, batches and model.
 
 A resumed run stays what it was. The value of a flag comes from the last of these that sets it: the parser's
-default, the row of the size, the weights of --init-from, the saved run, this command. The kind of the flag
-decides the rest:
-
-    kind      a resume that leaves the flag out   a resume that gives another value
-    NEW       has the default                     takes it
-    PLANNED   plans it for its processes          takes it, and says so
-    FIXED     keeps it                            is refused
-    KEPT      keeps it                            takes it, and says so
-
-A flag that isn't listed below is KEPT, or FIXED if it's a field of the model's configuration. These fields
-are the model's shape, so --init-from keeps them, too, but accepts another --attention and --init. Of --data
-and --tokenizer the content is FIXED, under any name.
+default, the row of the size, the weights of --init-from, the saved run, this command. resume.py says which
+flags may change.
 
 - A run that was killed before its first checkpoint starts over with the same command, and refuses another.
 - A run that resumes doesn't read the weights of --init-from again.
@@ -34,7 +24,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -43,7 +33,7 @@ from torch import nn
 import monitor
 from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
 from cli.files import to_json
-from cli.flags import SHARDED, Command, flag_fields, flags_of_model, uses_model
+from cli.flags import SHARDED, Command, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
 from data import Dataset, directory_of, packed_row_length, sources_of, unigram_entropy
 from ddp_utils import (
@@ -77,7 +67,8 @@ from prepare.pipeline import locate
 from startup.directory import RunLock, run_directory, run_files, say_changes
 from startup.dry_run import before_data
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
-from training.state import TrainState
+from startup.resume import FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
+from training.step import TrainState
 from training.strategies import build_model, copy_weights, refuse_together
 from vocab.vocabulary import tokenizer_id
 from weights.init_from import (
@@ -90,14 +81,6 @@ from weights.init_from import (
 )
 from weights.sampling import sample_prompt, write_sample
 from weights.use import use_model
-
-NEW = ("out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
-       "num_samples list_presets wanted_batch largest_batch").split()
-RECORDED = "tokenizer resume".split()  # NEW, but config.json has them among the flags of a command
-PLANNED = "global_batch batch grad_accum".split()
-FIXED = "seq_len loss_on seed size optimizer trainer ema init_from".split()  # see compare_with_saved
-FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configuration, but KEPT
-LIMITS = "max_tokens max_samples min_words".split()  # KEPT for the same --data
 
 
 def start(args: Namespace) -> World:
@@ -150,39 +133,6 @@ def resolve_flags(command: Command, saved: dict | None = None, weights: dict | N
         flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
                               or record.get("tokenizer_file"))
     return Namespace(**flags)
-
-
-def shape_from_record(command: Command, record: dict, resumed: bool) -> dict:
-    """The fields of the model's configuration that a resume, or else --init-from, keeps from `record`. Raises
-    UserError if a given flag contradicts them.
-    """
-    path, fields = record["path"], record["model_config"]
-    known = config_of(command.config_class, fields, path)
-    names = vars(known).keys() if resumed else fields.keys() - {"attention", "init"}
-    free = {*FREE_FIELDS, "seq_len"}  # rows may be shorter, see compare_with_saved and find_run
-    shape = {field.name: getattr(known, field.name) for field in flag_fields(command.config_class)
-             if field.name in names - free}
-    other = [name for name, value in command.given.items()
-             if name in shape and replace(known, **{name: value}) != known]
-    compare(path, shape, command.given, other,
-            "leave that flag out, or start a new run with another --out and without --init-from")
-    return shape
-
-
-def compare(path, before: dict, now: dict, fixed: list[str], way_out: str) -> list[str]:
-    """Compares values with those of a checkpoint. Returns a sentence for each change. Raises UserError, which
-    ends with `way_out`, if a value in `fixed` has changed.
-    """
-    changes = []
-    for name, value in now.items():
-        was = before.get(name, value)
-        if was != value and name in fixed:
-            raise UserError(f"{path} was trained with {name} {was}, not {value}: {way_out}.")
-        if was != value and name not in NEW:
-            changes.append(f"resuming with {name} {value} (was {was})")
-        elif name in LIMITS and value:
-            changes.append(f"resuming with {name} {value}, as it was begun")
-    return changes
 
 
 def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
@@ -433,29 +383,6 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
     if run.saved:
         compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
     return now
-
-
-def compare_with_saved(saved: dict, now: dict, branch: bool, say):
-    """Raises UserError if something changed that must not change (shape_from_record checks the model's
-    shape), and says what else changed. A `branch` continues in another directory, and may have another
-    trainer.
-    """
-    path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
-    if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
-        raise UserError(f"{path} was trained with the tokenizer {saved['tokenizer']}, not with "
-                        f"{now['tokenizer']}: {way_out}.")
-    way_out += f" (--init-from {path} starts it from these weights)"
-    if saved["data"] != now["data"]:
-        was, value = (f"{run['settings']['data']} ({run['data'][:12]})" for run in (saved, now))
-        raise UserError(f"{path} was trained with the data {was}, not with {value}: {way_out}.")
-    before, after = (run["settings"] | {name: run[name] for name in ("seq_len", "loss_on", "torch")}
-                     for run in (saved, now))
-    # --ema may change, but not end; --init-from may be written in another way
-    free = {"trainer": branch, "ema": after["ema"], "init_from": before["init_from"]}
-    if before["trainer"] != after["trainer"]:
-        way_out += f", or branch off with --resume {path}"
-    for text in compare(path, before, after, [name for name in FIXED if not free.get(name)], way_out):
-        say(text)
 
 
 def use_run(run: Run):

@@ -29,7 +29,7 @@ from ddp_utils import StopVote, World
 from model import HRM, HRMConfig, use_device
 from ops.ema import local_shard
 from startup import dry_run
-from training.state import DeviceNorm, TrainState, skips_on_device
+from training.step import DeviceNorm, TrainState, skips_on_device
 from training.strategies import build_model, copy_weights, reshard, wrap
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling
@@ -205,7 +205,7 @@ def check_skips_on_device(world: World) -> None:
                 assert isinstance(norm, DeviceNorm) == on_device
                 state.optimizer_step(1e-2, norm)
 
-            with mock.patch("training.state.skips_on_device", return_value=on_device):
+            with mock.patch("training.step.skips_on_device", return_value=on_device):
                 for factor in (math.inf, 1.0, 0.0, 1.0, math.nan, -math.inf, 1.0):
                     step(factor)
                     assert state.updated == math.isfinite(factor)

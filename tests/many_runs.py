@@ -18,10 +18,10 @@ from runs import module_of
 
 import ddp_utils
 import startup.run
-import training.state
+import training.step
 from cluster.late import Late
 from ops.ema import local_shard
-from training.state import TrainState
+from training.step import TrainState
 
 
 def clip_alone(parameters, max_norm):
@@ -35,13 +35,13 @@ def clip_alone(parameters, max_norm):
 @contextlib.contextmanager
 def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
     """Like TrainState.averaged_weights, but what zero2 has gathered stays as it was."""
-    with mock.patch.object(training.state, "reshard"), averaged_weights(self):
+    with mock.patch.object(training.step, "reshard"), averaged_weights(self):
         yield
 
 
 def inf_at(step, rank=None):
     """Like clip_grad_norm, but the gradient of one step is not finite, on one rank or on all."""
-    steps, plain = itertools.count(1), training.state.clip_grad_norm
+    steps, plain = itertools.count(1), training.step.clip_grad_norm
 
     def clip_grad_norm(parameters, max_norm):
         parameters = list(parameters)
@@ -76,11 +76,11 @@ def spoiled(step, rank, exchange=Late.exchange):
 
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
-    return {"norm": lambda: mock.patch.object(training.state, "clip_grad_norm", clip_alone),
+    return {"norm": lambda: mock.patch.object(training.step, "clip_grad_norm", clip_alone),
             "ema": lambda: mock.patch.object(TrainState, "averaged_weights", keep_gathered),
             "forget": lambda: mock.patch.object(TrainState, "load_state_dict", forgetful(*numbers)),
             "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
-            "inf": lambda: mock.patch.object(training.state, "clip_grad_norm", inf_at(*numbers)),
+            "inf": lambda: mock.patch.object(training.step, "clip_grad_norm", inf_at(*numbers)),
             "": contextlib.nullcontext}[name]()
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import startup.run
 import train_hrm
 from model import make_optimizers
-from training.state import TrainState
+from training.step import TrainState
 
 
 def flags_of(trainer, argv: list[str]):

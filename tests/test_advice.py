@@ -11,11 +11,11 @@ import zipfile
 import pytest
 from conftest import ROOT
 
-import startup.run
 import train_gpt2
 from cli.errors import UserError
 from prepare.pipeline import locate, prepare
 from prepare.sources import Source, find_source
+from startup.resume import compare_with_saved, shape_from_record
 from weights.use import MODES
 
 TEXT = "the cat sat on the mat\n" * 50
@@ -113,7 +113,7 @@ def record(data: str, digest: str, tokenizer: str = "bytes (e74c5e34ccc0)") -> d
 def test_other_data_are_named_and_another_tokenizer_is_not_sent_in_a_circle():
     def sentence(now: dict) -> str:
         with pytest.raises(UserError) as problem:
-            startup.run.compare_with_saved(record("text:a.txt", "1"), now, False, print)
+            compare_with_saved(record("text:a.txt", "1"), now, False, print)
         return str(problem.value)
 
     other = record("text:b.txt", "2")
@@ -133,7 +133,7 @@ def test_the_flag_that_was_given_is_the_one_to_leave_out(given, values):
               "modern": True}
     run = {"path": "run", "model_config": config, "settings": {}}
     with pytest.raises(UserError, match=f"{values}: leave that flag out, "):
-        startup.run.shape_from_record(command, run, True)
+        shape_from_record(command, run, True)
 
 
 def test_modes_are_flags_of_a_trainer():

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_utils
 import model
 import train_hrm
-import training.state
+import training.step
 from cluster import diagnosis
 from model import GPT2, HRM, MLM, Block, GPT2Config, HRMConfig, MLMConfig, linear_cross_entropy
 from ops.cross_entropy import LOSS_ROWS, logits_bytes
@@ -108,7 +108,7 @@ def test_a_block_is_one_graph_under_ddp(world, monkeypatch, cut, graphs):
     """
     compile_ = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_(self, backend="aot_eager"))
-    monkeypatch.setattr(training.state, "wrap", lambda model, *_: nn.parallel.DistributedDataParallel(model))
+    monkeypatch.setattr(training.step, "wrap", lambda model, *_: nn.parallel.DistributedDataParallel(model))
     state = train_state(GPT2(GPT2Config(**SMALL | {"d_model": 768, "n_head": 12})), world, compile=True)
     if cut:
         torch._dynamo.config.optimize_ddp = True

@@ -41,7 +41,8 @@ from ops.device import compute_dtype
 from startup import dry_run
 from startup.directory import RunLock
 from startup.plan import say_plan, what_next
-from training.state import DeviceNorm, TrainState, skips_on_device
+from startup.resume import compare_with_saved
+from training.step import DeviceNorm, TrainState, skips_on_device
 from weights.use import load_model
 
 CHECKS = ["agreement", "failure", "sync", "lost_best", "gradients", "depth", "skipped_updates",
@@ -627,7 +628,7 @@ def test_a_step_waits_for_the_device_once(world, optimizer, waits):
 def test_a_step_that_the_device_may_skip_waits_for_the_step_before(world, waits):
     """In clip_gradients: it reads the norm and the vote of that step, and nothing of its own."""
     state, stop = make_state(world, ema=0.9), ddp_utils.StopVote(world)
-    with mock.patch("training.state.skips_on_device", return_value=True):
+    with mock.patch("training.step.skips_on_device", return_value=True):
         train_a_step(state, stop, world, 0)
         for step in range(1, 4):
             with waits() as found:
@@ -705,7 +706,7 @@ def test_what_a_wrapper_does_beside_a_step_is_skipped_too(world):
     fused = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     state = TrainState(model, [Lookahead(fused)], run_of(world))
     fused_only = lambda optimizer, _: type(optimizer) is torch.optim.AdamW  # noqa: E731
-    with mock.patch("training.state.skips_on_device", fused_only):
+    with mock.patch("training.step.skips_on_device", fused_only):
         for factor in (1.0, math.inf):
             before = [p.detach().clone() for p in model.parameters()]
             (state.wrapped(*ddp_worker.batch(0))[0] * factor).backward()
@@ -943,9 +944,9 @@ def test_changed_flags_are_named_on_resume():
     said = []
     saved = identity()
     saved["settings"] |= {"lr": 2.0}
-    startup.run.compare_with_saved(saved, identity(), False, said.append)
+    compare_with_saved(saved, identity(), False, said.append)
     assert said == ["resuming with lr 1.0 (was 2.0)"]
-    startup.run.compare_with_saved(identity() | {"torch": "2.9.1"}, identity(), False, said.append)
+    compare_with_saved(identity() | {"torch": "2.9.1"}, identity(), False, said.append)
     assert said.pop() == f"resuming with torch {torch.__version__} (was 2.9.1)"
-    startup.run.compare_with_saved(identity(), identity(), False, said.append)
+    compare_with_saved(identity(), identity(), False, said.append)
     assert len(said) == 1

@@ -27,7 +27,7 @@ from test_strategies import RESUMED, TRAINERS, assert_resumes_alike, run_all, va
 import ddp_utils
 from cluster.late import dequantise, quantise
 from ddp_utils import list_checkpoints
-from training.state import TrainState
+from training.step import TrainState
 
 LATE = {"comm": "late", "optimizer": "muon", "global_batch": 12}
 

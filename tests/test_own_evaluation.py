@@ -36,7 +36,7 @@ from loggers.command import summarize
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
 from ops.device import compute_dtype
 from prepare.pipeline import prepare
-from training.state import TrainState
+from training.step import TrainState
 from training.strategies import set_modes
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run

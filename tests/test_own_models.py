@@ -30,7 +30,7 @@ from ddp_utils import Checkpoints, list_checkpoints, load_checkpoint, read_check
 from model import GPT2, HRM, MLM, GPT2Config, hidden_matrices, use_device
 from prepare.pipeline import prepare
 from startup.directory import commit_of, run_files
-from training.state import TrainState
+from training.step import TrainState
 from weights.sampling import KVCache, contradiction
 from weights.use import load_run
 

@@ -34,7 +34,7 @@ from ddp_utils import list_checkpoints, read_checkpoint
 from loggers.mfu import examples_of
 from prepare.pipeline import prepare
 from startup import dry_run
-from training.state import TrainState
+from training.step import TrainState
 from weights import sampling
 
 HRM = Trainer("train_hrm.py", ff=64, max_new_tokens=5)

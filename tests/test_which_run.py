@@ -37,7 +37,16 @@ from model import GPT2Config, flag
 from ops.device import compute_dtype
 from prepare import command as prepare_command
 from startup.directory import RunLock
-from startup.run import FIXED, FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED
+from startup.resume import (
+    FIXED,
+    FREE_FIELDS,
+    LIMITS,
+    NEW,
+    PLANNED,
+    RECORDED,
+    compare_with_saved,
+    shape_from_record,
+)
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
 ENDLESS = {"steps": 1_000_000, "save_every": 20, "eval_every": 1_000_000, "log_every": 20}
@@ -780,7 +789,7 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     said, now = [], {"model_config": {}, "tokenizer": "bytes", "data": "d", "loss_on": "all", "seq_len": 8,
                      "torch": "2", "settings": {"window": 5, "ema": 0.0, "init_from": None, "trainer": ""}}
     before = now | {"path": "run", "step": 1, "settings": now["settings"] | {"window": 3}}
-    startup.run.compare_with_saved(before, now, False, said.append)
+    compare_with_saved(before, now, False, said.append)
     assert said == ["resuming with window 5 (was 3)"]
 
     @dataclass
@@ -790,9 +799,9 @@ def test_flags_of_a_copy_are_its_own_whatever_others_call_theirs():
     command = Namespace(config_class=Experts, given={"top_k": 3})
     record = {"path": "run", "step": 1, "model_config": asdict(Experts())}
     with pytest.raises(UserError, match="run was trained with top_k 2, not 3: leave that flag out"):
-        startup.run.shape_from_record(command, record, True)
+        shape_from_record(command, record, True)
     command.given = {"dropout": 0.5}  # the control
-    assert "dropout" not in startup.run.shape_from_record(command, record, True)
+    assert "dropout" not in shape_from_record(command, record, True)
 
 
 @pytest.mark.parametrize("flags, precision", [

@@ -11,7 +11,7 @@ import monitor
 from cli.errors import UserError
 from data import validation_batches
 from ddp_utils import Run, StopVote, assert_same, reduce_sum, seed_step
-from training.state import TrainState
+from training.step import TrainState
 
 
 def refuse_odd_metric(metric: Callable, values):
