@@ -360,8 +360,8 @@ class RunLog:
             self._warn_of_loss(step, math.log(max(metrics["val_perplexity"], 1e-9)))  # in nats per token
         return best
 
-    def _warn_of_loss(self, step: int, loss: float | None):
-        if 10 * step > self.settings["steps"] and (loss is None or not loss <= self.entropy):
+    def _warn_of_loss(self, step: int, loss: float):
+        if 10 * step > self.settings["steps"] and not loss <= self.entropy:  # also if it's NaN
             self.say(f"WARNING: after {step} steps the loss is above the unigram entropy {self.entropy:.4f}, "
                      "which a model without context can reach: try a lower --lr or more steps")
 
