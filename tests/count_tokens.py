@@ -13,24 +13,25 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The most tokens of each row: files and folders with a + between them, as in the floors of docs/changing.md
+# The most tokens of each row: files and folders with a + between them, as in the floors of docs/changing.md.
+# What was reached on 2026-11-29, plus 2 %: nobody has to bend a line to fit.
 BOUNDS = {
-    "train_gpt2.py + train_hrm.py + train_mlm.py": 4300,
-    "startup/": 7800,
-    "weights/": 11_900,
-    "training/": 5500,
-    "test_ddp.py": 1500,
-    "ddp_utils.py": 6400,
-    "loggers/ + monitor.py": 7400,
-    "prepare/": 10_100,
-    "model.py": 7800,
-    "data.py": 5400,
-    "vocab/": 4000,
-    "cluster/": 4600,
-    "ops/": 3300,
-    "cli/": 3900,
-    "together": 81_000,
-    "lines of ddp_utils.py": 1050,
+    "train_gpt2.py + train_hrm.py + train_mlm.py": 4_384,
+    "startup/": 7_923,
+    "weights/": 12_067,
+    "training/": 5_380,
+    "test_ddp.py": 1_514,
+    "ddp_utils.py": 6_067,
+    "loggers/ + monitor.py": 7_004,
+    "prepare/": 10_295,
+    "model.py": 7_952,
+    "data.py": 4_993,
+    "vocab/": 3_627,
+    "cluster/": 4_437,
+    "ops/": 3_287,
+    "cli/": 3_683,
+    "together": 82_614,
+    "lines of ddp_utils.py": 1_050,
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)
