@@ -33,7 +33,7 @@ from cli.errors import UserError  # noqa: E402
 from cli.files import cpu_count  # noqa: E402
 from cli.flags import flags_of_model  # noqa: E402
 from cli.parser import ArgumentParser, expanded, local_path  # noqa: E402
-from cluster import dry_run  # noqa: E402
+from startup import dry_run  # noqa: E402
 from startup.run import resolve_flags  # noqa: E402
 
 SETTINGS = {
