@@ -93,7 +93,7 @@ def test_the_help_of_a_copy_has_its_flags(tmp_path, monkeypatch, capsys):
         "EVAL_RATE = ", "@dataclass\nclass MyConfig(MLMConfig):\n"
         '    window_of_mine: int = a_flag(1, "1 %% more\\nthan before")\n\n\nEVAL_RATE = ').replace(
         "import sys\n", "import sys\nfrom dataclasses import dataclass\n"
-        "from cli.flags import flag as a_flag\n")
+        "from model import flag as a_flag\n")
     (tmp_path / "train_my_help.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     mine = importlib.import_module("train_my_help")

@@ -284,16 +284,14 @@ def broken(folder, monkeypatch, package: str, error: str) -> None:
 @pytest.mark.parametrize("package", ["safetensors", "gguf", "pyarrow", "tokenizers"])
 def test_a_package_that_is_there_and_broken(package, error, runs, tmp_path, monkeypatch):
     from prepare import sources
-    from vocab import bpe, tokenizer, tokenizer_json
+    from vocab import bpe, tokenizer
     out = runs / GPT2.script
-    (tmp_path / "merges.txt").write_text("")
     nothing = SimpleNamespace(dataset="parquet:x", files=[])
     calls = {"safetensors": [lambda: GPT2.here("--out", out, "--export")],
              "gguf": [lambda: GPT2.here("--out", out, "--export", "gguf")],
              "pyarrow": [lambda: next(sources.read_parquet(nothing, None))],
              "tokenizers": [lambda: bpe.train_bpe(["a"], 300),
-                            lambda: tokenizer.parse_tokenizer_json("own", "{}"),
-                            lambda: tokenizer_json.text_of_merges(str(tmp_path))]}
+                            lambda: tokenizer.parse_tokenizer_json("own", "{}")]}
     (tmp_path / "front").mkdir()
     broken(tmp_path / "front", monkeypatch, package, error)
     for call in calls[package]:
