@@ -346,26 +346,6 @@ def test_tags(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["loss"] is None
 
 
-def test_tensorboard_has_the_losses_over_tokens(tmp_path):
-    log = begun(tmp_path)
-    log.write(record(1), "")
-    log.write(record(2, loss=float("nan")), "")
-    found = {"val_loss": 4.0, "val_loss/other": 5.0, "val_bits_per_byte": 2.0}
-    log.write({"step": 2, "tokens": 200, **found}, "")
-    log.write({"step": 3, "val_loss": 9.0}, "")  # of an older run
-    log.close()
-    log = begun(tmp_path, 2)  # a resumed run has the points once
-    log.write(record(3), "")
-    log.close()
-    found = curves(tmp_path)
-    over_tokens = {tag: points for tag, points in found.items() if tag.startswith("Tokens/")}
-    assert over_tokens == {
-        "Tokens/Loss/train_step": [(100, pytest.approx(4.9)), (300, pytest.approx(4.7))],
-        "Tokens/Loss/val_epoch": [(200, 4.0)], "Tokens/Loss/val_epoch/other": [(200, 5.0)],
-        "Tokens/Loss/val_bits_per_byte": [(200, 2.0)]}
-    assert found["Loss/train_step"] == [(1, pytest.approx(4.9)), (3, pytest.approx(4.7))]
-
-
 @pytest.mark.parametrize("killed_at", [None, 3, 7, 9])
 def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path, killed_at):
     """An epoch has 400 tokens, a step 100. The last step ends the last one. Neither evaluations nor the time
@@ -1050,7 +1030,8 @@ def test_a_run_as_a_line_and_a_picture(tmp_path, capsys):
     assert code == 0 and f"the curves are in {run / 'training_history.png'}" in errors
     line, = out.splitlines()
     assert json.loads(line) == {"run": "one", "step": 20, "loss": 3.0, "tokens": 2000, "tokens_per_sec": 50.0,
-                                "val_loss": 3.75, "best_val_loss": 3.5, "best_step": 15}
+                                "val_loss": 3.75, "best_val_loss": 3.5, "best_step": 15,
+                                "tokens_per_sec_per_process": None, "efficiency": None}
     assert png_size(run / "training_history.png") == (800, 800)
 
 

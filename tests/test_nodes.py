@@ -137,7 +137,7 @@ def test_a_backend_that_fails_in_its_first_collective_names_the_ways_on(monkeypa
     try:
         words = "gloo fails in its first collective .RuntimeError: NCCL error: unhandled"
         with pytest.raises(RunError, match=words):
-            startup.run.start(train_gpt2.parse_args(["--device", "cpu"]))
+            startup.run.start(startup.run.resolve_flags(train_gpt2.parse_args(["--device", "cpu"])))
     finally:
         torch.distributed.destroy_process_group()
     assert "--backend gloo" in diagnosis.WHEN_CUT_OFF["nccl"]
