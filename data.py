@@ -436,13 +436,13 @@ class Dataset:
 
     def check_sets(self):
         """Raises UserError if a set that a trainer has put here has no rows, or ids of another tokenizer."""
-        ids = self.tokenizer.to_json()
         for rows in (self.train, *self.val.values()):
             if not rows.rows:
                 raise UserError("this trainer's change to the data leaves a set without rows: keep some "
                                 "rows, or remove that set from dataset.val.")
-            tokenizer = getattr(rows, "tokenizer", None)
-            if tokenizer and not self.vocab_size and tokenizer.to_json() != ids:
+            tokenizer = getattr(rows, "tokenizer", None) or self.tokenizer
+            if tokenizer is not self.tokenizer and not self.vocab_size and (
+                    tokenizer.to_json() != self.tokenizer.to_json()):
                 raise UserError(f"{rows.paths[0].parent} has another tokenizer than the data of this run, or "
                                 "only one of them has pairs: prepare both alike, with the same "
                                 "tokenizer.json.")

@@ -450,7 +450,7 @@ def say_elsewhere(world: World, text: str):
 # The record of a run
 
 
-@dataclass
+@dataclass(repr=False)  # which would fail until all fields are set
 class Run:
     """A run that starts, resumes, or is only used (--eval-only, --prompt, …). find_run in startup/run.py
     creates it; load_data and open_run add the last fields. A trainer may set `metric` and `change_data`.
@@ -463,7 +463,7 @@ class Run:
     constants: dict  # the trainer's constants, by name
     args: Namespace  # all flags, and the batch sizes from `resolve_flags`
     size_defaults: dict  # the row of SIZES for --size
-    given: dict  # flags in this command and, until there is a checkpoint, in the run's earlier commands
+    given: dict  # flags in this command, as config.json records them
     out: Path
     saved: dict | None  # the checkpoint to resume or use
     began: str  # when it began, and a random number: an id that branches of the run share
@@ -477,10 +477,6 @@ class Run:
     batch: int = field(init=False)  # sequences per micro-batch
     grad_accum: int = field(init=False)  # micro-batches per step, on each process
     checkpoints: "Checkpoints" = field(init=False)
-
-    def __getattr__(self, name: str):  # Python calls this only for what is missing
-        raise AttributeError(f"run.{name} is not known yet: load_data sets run.dataset, open_run the steps, "
-                             "the batch sizes and the checkpoints")
 
     def say(self, text: str):
         """Prints `text` and appends it to train.log, on rank 0."""

@@ -330,10 +330,11 @@ class ModelConfig:
     def __post_init__(self):
         if self.depth > 100_000:  # at this depth, Python's overhead is half a minute per step
             raise ConfigError(f"a token would pass through {self.depth:,} blocks, which takes hours per step "
-                            "on any machine: lower --n-layer or the cycles to at most 100,000 blocks in all.")
+                              "on any machine: lower --n-layer or the cycles to at most 100,000 blocks in "
+                              "all.")
         if self.padded_vocab < self.vocab_size:
             raise ConfigError(f"an embedding table of {self.padded_vocab} rows is too small for the "
-                            f"tokenizer's {self.vocab_size} ids: use another --tokenizer or --size.")
+                              f"tokenizer's {self.vocab_size} ids: use another --tokenizer or --size.")
 
     @property
     def head_dim(self) -> int:
@@ -998,8 +999,8 @@ def make_optimizers(model: nn.Module, name: str, lr: float, betas: tuple[float, 
     hidden = dict.fromkeys(hidden_matrices(model)) if name == "muon" else {}
     if name == "muon" and not hidden:
         raise ConfigError("--optimizer muon trains the matrices of blocks, and no layer of "
-                        f"{type(model).__name__} inherits Block from model.py: let its layers inherit it, "
-                        "or use --optimizer adamw.")
+                          f"{type(model).__name__} inherits Block from model.py: let its layers inherit it, "
+                          "or use --optimizer adamw.")
     groups = {}
     for key, p in model.named_parameters():
         if p.requires_grad and p not in hidden:

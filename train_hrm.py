@@ -171,8 +171,9 @@ def main(argv: list[str] | None = None):
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())
         if due.evaluating and not due.stopping:
-            if due.done and args.size == "puzzle":
-                args.eval_batches = 0  # all rows of each level
+            if due.done and args.size == "puzzle" and "eval_batches" not in run.given:
+                log.say("the last evaluation takes all rows of each level")
+                args.eval_batches = 0
             results = evaluate(state, run, stop)
             if results is None:  # a signal interrupted it; the resumed run evaluates this step again
                 continue

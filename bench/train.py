@@ -53,9 +53,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from training.step import TrainState
-from training.strategies import build_model, copy_weights
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -138,6 +135,8 @@ def ours(args, row, device):
     from loggers.mfu import flops_per_token
     from model import make_optimizers
     from startup.run import resolve_flags
+    from training.step import TrainState
+    from training.strategies import build_model, copy_weights
     world = ddp_utils.init(device=device.type, fast=args.fast)
     made = make_model(args, row, world.device)
     model_class = type(made)

@@ -1,6 +1,6 @@
 """The flags that all trainers share, and those of a model's configuration.
 
-startup/run.py says which flags may change when a run resumes. refuse_together in training/strategies.py
+startup/resume.py says which flags may change when a run resumes. refuse_together in training/strategies.py
 refuses flags that can't train together, weights/use.py those that don't go with --prompt or --export.
 make_optimizers in model.py makes the --optimizer.
 """

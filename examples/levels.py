@@ -84,14 +84,19 @@ def main():
     parser.add_argument("run", type=local_path, metavar="RUN", help="a run directory")
     parser.add_argument("--cycles", type=positive_int, help="cycles at most (default: as in evaluation)")
     args = parser.parse_args()
+    config = read_config(args.run)
+    if config.get("family") != "HRM":
+        raise UserError(f"{args.run} is not the directory of a run of train_hrm.py: name one that is.")
     world = ddp.init()
     model, _ = load_run(HRM, args.run, world.device)
     c = model.config
     if c.response < 0 or c.halt:
         raise UserError(f"{args.run} was trained on text or with --halt: name another run.")
-    flags = read_config(args.run)["settings"]
+    flags = config["settings"]
     directories = [data.directory_of(source, flags["tokenizer"]) for source in data.sources_of(flags["data"])]
     sets = data.Dataset(directories, c.seq_len).val
+    if not sets:
+        raise UserError(f"{args.run} has no validation set: name another run.")
     levels = {name: by_cycles(model, shards, args.cycles or c.max_eval_cycles, world)
               for name, shards in tqdm(sets.items(), "levels", disable=not world.is_rank0 or None)}
     if world.is_rank0:

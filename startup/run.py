@@ -191,9 +191,10 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
         if args.init_from:
             weights = weights_of(model_class, args.init_from, complete=False)
             weights["size"] = nearest_size(command.sizes, weights)
-            args = resolve(weights=weights)
     except (UserError, ConfigError) as error:  # doesn't matter to a run that resumes
         missing = error
+    if weights:
+        args = resolve(weights=weights)
     out = run_directory(args, trainer.stem)
     saved = find_checkpoint(out, args, world)
     if saved:
@@ -245,10 +246,9 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if earlier != now or config["settings"]["trainer"] != trainer:
-            RunLock(out).acquire()  # raises if that run still goes on
             command = [*config["commands"]] or ["see config.json"]  # none in a notebook
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
-                            f"--out, --resume none to start over, or repeat it: {command[-1]}")
+                            f"--out, --resume none to start over, or that command again: {command[-1]}")
         say(f"{out} has no checkpoint yet: starting over")
 
 
@@ -368,7 +368,7 @@ def new_model(run: Run, **config) -> nn.Module:
 
 def metadata(model: nn.Module, run: Run, **settings) -> dict:
     """What a checkpoint and config.json say about a run: values that must not change on a resume, and the
-    settings: flags, plan, the trainer's constants, and `settings`, such as what set_modes returns.
+    settings: flags, plan, the trainer's constants, and `settings`, such as the precision.
     """
     args, dataset = run.args, run.dataset
     plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,

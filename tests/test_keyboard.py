@@ -25,7 +25,6 @@ import train_gpt2
 import train_mlm
 from cli.errors import UserError, local_rank
 from cluster import heartbeat
-from cluster.diagnosis import diagnose
 from training.evaluation import refuse_odd_metric
 from weights import use
 
@@ -257,15 +256,6 @@ def test_an_error_of_the_device_stays_what_it_is(tmp_path):
     metrics = SimpleNamespace(reduce=dict, machines=dict)
     with pytest.raises(RuntimeError, match="device-side assert"):
         log.step(metrics, 1, 1, 1.0, mine=Failing())
-
-
-def test_the_norm_of_a_gradient_after_the_step_is_explained(capsys):
-    parameter = torch.nn.Parameter(torch.ones(2))
-    try:
-        parameter.grad.norm()
-    except AttributeError as error:
-        code, text, _ = diagnose(error, None, lambda error: None)
-    assert code == 1 and text.startswith("error: a gradient is None: optimizer_step clears them"), text
 
 
 # ------------------------------------------------------------------------------------------- broken packages

@@ -298,7 +298,7 @@ def log_with(out: Path, step: int, settings: dict, *sinks, active: bool = True, 
 
 
 def begun(out: Path, step: int = 0, val_tokens: int = 8, **settings) -> RunLog:
-    """A log as that of ddp_utils.start_run, after `step` steps."""
+    """A log as that of startup.run.start_run, after `step` steps."""
     settings = {"lr": 1e-3, "bp_steps": [2, 5], "tokenizer": None, "steps": 10} | settings
     log = log_with(out, step, settings, events, History, val_tokens=val_tokens)
     machine.begin_curves(log.say)

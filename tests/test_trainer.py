@@ -14,12 +14,14 @@ import pytest
 import torch
 from processes import fork
 from runs import Trainer, assert_close_runs, assert_same_run, copy_of_the_first_half, module_of, steps_of
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_recurrent import Recurrent, RecurrentConfig
 
 import ddp_utils
 from cli.errors import UserError
 from ddp_utils import World, list_checkpoints
 from model import GPT2, CausalLM, ConfigError, GPT2Config, Linear, make_optimizers
+from training.step import TrainState
 from training.strategies import build_model
 from weights.sampling import KVCache, has_usual_loss
 from weights.use import load_model
@@ -89,9 +91,23 @@ def test_a_run_can_be_used(script, shards, tmp_path, capsys, monkeypatch, pytest
     the peak of the device is known, FLOPs are counted.
     """
     trainer = trainer_of(script, capsys)
+    of_model, stepped, begin = set(), set(), TrainState.__init__
+
+    def noting(state, model, *rest):
+        begin(state, model, *rest)
+        of_model.update(model.parameters())
+
+    def note(optimizer, *_):
+        stepped.update(p for group in optimizer.param_groups for p in group["params"])
+
+    hook = register_optimizer_step_post_hook(note)  # for all optimizers
     with monkeypatch.context() as patch:
         patch.setattr("loggers.mfu.peak_flops", lambda device, say: 1e12)
+        patch.setattr(TrainState, "__init__", noting)
         done = trainer.train(0, shards, tmp_path / "run", steps=4, eval_every=4)
+    hook.remove()
+    foreign = {tuple(p.shape) for p in stepped - of_model}
+    assert not foreign, "no checkpoint holds these parameters: create them in the model's constructor"
     # shapes that depend on the data, in a trainer of one's own
     uncounted = pytestconfig.getoption("--trainer") and "MFU is not shown (" in done.out
     assert uncounted or all(record["mfu"] > 0 for record in steps_of(tmp_path / "run"))

@@ -427,7 +427,8 @@ def config_from_hf(model_class: type, source: str):
     except KeyError as error:
         raise UserError(f"the config.json of {source} lacks {error}.")
     except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"the config.json of {source} makes no model: {str(error).splitlines()[0]}.")
+        why = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"the config.json of {source} makes no model: {why}.")
     return config, files
 
 

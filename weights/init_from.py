@@ -212,7 +212,7 @@ def load_frozen(model: nn.Module, run: Run, model_class: type, source: str) -> n
 
     If `source` is also the --init-from of the run, the frozen model gets the attention of the model in
     training. Otherwise it keeps its own, with a warning if that is another. Pass its `loaded_from`, {path:
-    step}, to metadata(…, frozen=teacher.loaded_from): config.json then records it, and a resume says if it
+    step}, to start_run(…, frozen=teacher.loaded_from): config.json then records it, and a resume says if it
     has changed. Every rank must call this. Raises UserError on all ranks.
     """
     checkpoint = weights_of(model_class, source)

@@ -296,8 +296,9 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
 
 
 def write_sample(model, run, step: int, run_and_wait):
-    """Logs a sample of the model after `step` steps. Rank 0 generates it while the others wait; if parameters
-    are sharded, all ranks do. All ranks must call this. `run_and_wait` is the function of ddp_utils.
+    """Checks the model (see `contradiction`: three passes over a row) and logs a sample of it after `step`
+    steps. Rank 0 generates it while the others wait; if parameters are sharded, all ranks do. All ranks must
+    call this. `run_and_wait` is the function of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)

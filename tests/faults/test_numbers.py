@@ -93,7 +93,7 @@ def test_two_runs_in_one_directory(tmp_path, shards):
     pid = first.processes[0].pid
     config = (out / "config.json").read_bytes()
     for ranks in (0, 2):
-        second = Group(GPT2.script, *GPT2.flags(shards, out), ranks=ranks).finish()
+        second = Group(GPT2.script, *GPT2.flags(shards, out, **endless), ranks=ranks).finish()
         holder = rf"(?m)^error: .* is in use by process {pid} on \S+ since .*\.$"
         assert second.code == 1 and re.search(holder, second.out), second.out
     assert (out / "config.json").read_bytes() == config and first.all_alive
@@ -104,9 +104,10 @@ def test_two_runs_in_one_directory(tmp_path, shards):
 
 def test_a_stopped_process_still_holds_its_directory(tmp_path, shards):
     """SIGSTOP is not the end: it may go on to write."""
-    first = started(shards, tmp_path / "run", steps=100_000, save_every=100_000, eval_every=100_000)
+    endless = {"steps": 100_000, "save_every": 100_000, "eval_every": 100_000}
+    first = started(shards, tmp_path / "run", **endless)
     first.send(signal.SIGSTOP)
-    second = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "run")).finish()
+    second = Group(GPT2.script, *GPT2.flags(shards, tmp_path / "run", **endless)).finish()
     assert second.code == 1 and "is in use by process" in second.out
     os.kill(first.processes[0].pid, signal.SIGCONT)
     first.send(signal.SIGTERM)
