@@ -427,8 +427,8 @@ def config_from_hf(model_class: type, source: str):
     except KeyError as error:
         raise UserError(f"the config.json of {source} lacks {error}.")
     except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"the config.json of {source} makes no model: {why}.")
+        raise UserError(f"the config.json of {source} makes no model: "
+                        f"{str(error).splitlines()[0].rstrip('.')}.")
     return config, files
 
 
