@@ -1,6 +1,5 @@
 """At the keyboard: what is typed in, pasted, piped and closed; what is no number, and broken packages."""
 
-import importlib.util
 import io
 import os
 import pty
@@ -130,15 +129,6 @@ def test_lines_are_edited_and_may_be_long():
     assert typed(b"abc\x1b[D\x1b[Dx\r") == "'axbc'"
     assert typed(b"a" * 3000, b"b" * 3000, b"\r") == repr("a" * 3000 + "b" * 3000)
     assert typed(b"abc", b"\x03") == "KeyboardInterrupt" and typed(b"\x04") == "EOFError"
-
-
-def test_a_pasted_text_of_several_lines_is_one_prompt(monkeypatch):
-    """Also of a terminal that does not mark what is pasted, and of a Python without readline."""
-    if importlib.util.find_spec("readline"):
-        assert typed(b"\x1b[200~one\ntwo", b"\nthree\x1b[201~", b"\r") == r"'one\ntwo\nthree'"
-        assert typed(b"one\ntwo\nthr", b"ee\r") == r"'one\ntwo\nthree'"
-    monkeypatch.setitem(sys.modules, "readline", None)
-    assert typed(b"one\ntwo\nthree\n") == r"'one\ntwo\nthree'"
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_chat(runs, monkeypatch, capsys):

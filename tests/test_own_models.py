@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, finish, place, start
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, steps_of
 from states import run_of
@@ -127,21 +126,6 @@ def test_hooks_of_an_optimizer_that_zero1_rebuilds_are_refused(kind, world):
     model(**model.dummy_inputs(2, world.device))[0].backward()
     state.optimizer_step(1e-2, state.clip_gradients(1.0))
     assert calls == [1, 1]
-
-
-def test_the_state_of_a_communication_hook_is_named(world):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    for held, hook in ((None, default_hooks.fp16_compress_hook),
-                       (dist.group.WORLD, default_hooks.fp16_compress_hook),
-                       (powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook)):
-        model, said = small(GPT2), []
-        run = run_of(world)
-        run.say = said.append
-        state = TrainState(model, [torch.optim.AdamW(model.parameters())], run)
-        state.wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-        state.wrapped.register_comm_hook(held, hook)
-        state.warm_up(model.dummy_inputs(2, world.device))
-        assert len(said) == ("PowerSGD" in type(held).__name__), said
 
 
 def test_a_parameter_in_no_optimizer_is_refused_by_name(world):

@@ -588,7 +588,7 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     assert np.array_equal(mask.allowed[:, 0].numpy(), np.stack(sees))
     rows = idx.numpy().astype(np.uint16)
     assert np.array_equal(data.label_mask(rows, ROLES, loss), np.stack(counts))
-    assert mask.sees.any(-1).all()  # no row of the mask is empty
+    assert mask.allowed.any(-1).all()  # no row of the mask is empty
     assert 0 < np.stack(counts).sum() < idx.numel()
 
 
@@ -654,7 +654,7 @@ def test_control_a_label_inside_the_next_prefix(monkeypatch):
         number, first, response = documents(idx, *ids)
         return number - (idx == START).long(), first, response
     monkeypatch.setattr("model.document_bounds", wrong)
-    mask = model.mask(idx, None).sees[0, 0]
+    mask = model.mask(idx, None).allowed[0, 0]
     assert mask[4, 3] and not mask[4, 5]
 
 

@@ -239,9 +239,9 @@ def test_dry_run_says_what_fits():
     parameters = int(re.search(r"\n +parameters +([\d,]+)", large.out)[1].replace(",", ""))
     assert f"a checkpoint is {12 * parameters / 1e9:.2f} GB" in large.out
     file = 12 * parameters / 1e9
-    assert f"and {file:.2f} to {2 * file:.2f} GB of rank 0's host memory" in large.out  # see test_cuda.py
     on_a_cpu = TRAINERS["gpt2"].here(*of, "--device", "cpu")
-    assert f"and {file:.2f} GB of rank 0's host memory" in on_a_cpu.out
+    for text in large.out, on_a_cpu.out:  # twice that on GPUs: see test_cuda.py
+        assert f"and {file:.2f} GB of rank 0's host memory" in text
     here = str(compute_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
     assert f"precision   {here}\n" in on_a_cpu.out and "precision   bfloat16\n" in large.out
     assert "8x141" in TRAINERS["gpt2"].here("--dry-run", "8").out

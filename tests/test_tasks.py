@@ -111,7 +111,7 @@ def test_samples_answer_a_sum_that_is_held_out_and_show_the_solution(tmp_path, m
         assert f"prompt:\n{prompt}\nresponse:\nsome text\n\n" in done.out and "in the data" not in done.out
 
 
-def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch, capsys):
+def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "TASK_TOKENS", 30000)
     for module in (sources, pipeline):
@@ -122,9 +122,8 @@ def test_a_trainer_prepares_a_task_and_reports_each_level(tmp_path, monkeypatch,
     groups = r"\| trained-1 \d+\.\d%, .*, untrained-5 \d+\.\d%, .*, untrained-8 \d+\.\d% \|"
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert "bits per byte" not in done.out and "cycles" not in done.out
-    for prompt, noted in (("123456789+876543211", True), ("400123456789+400876543211", False)):
-        used = Trainer("train_gpt2.py").here("--out", "run", "--prompt", prompt, "--max-new-tokens", "1")
-        assert used.code == 0 and ("two twelve-digit numbers" in capsys.readouterr().err) == noted, used.out
+    used = Trainer("train_gpt2.py").here("--out", "run", "--prompt", "1+2", "--max-new-tokens", "1")
+    assert used.code == 0, used.out
     assert (tmp_path / "shards" / "task-addition-bytes" / "manifest.json").exists()
     other = pipeline.locate("task:addition", "bpe:300", 0, 0, max_samples=50, row=300)
     assert data.read_manifest(other)["row"] == 300
