@@ -249,6 +249,7 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
             command = [*config["commands"]] or ["see config.json"]  # none in a notebook
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
                             f"--out, --resume none to start over, or that command again: {command[-1]}")
+        say(f"{out} has no checkpoint yet: starting over")
 
 
 def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:

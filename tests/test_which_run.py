@@ -625,18 +625,20 @@ def test_processors_that_differ_resume_with_the_precision_of_the_run(tmp_path, s
 
 
 def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
-    """It begins again, and both commands are kept as they were typed."""
+    """It begins again, says so, and both commands are kept as they were typed."""
     out = tmp_path / "run"
     prompt = 'say "\u00e9" or don\'t'
     flags = ENDLESS | {"save_every": 1_000_000, "sample_prompt": prompt}
 
-    def begin_and_kill():
+    def begin_and_kill() -> str:
         group = Group(GPT2.script, *GPT2.flags(shards, out, **flags))
         wait_for(lambda: "step 1/" in group.text, group)
         group.kill()
         assert not list_checkpoints(out)
+        return group.text
 
-    begin_and_kill(), begin_and_kill()
+    said = f"{out} has no checkpoint yet: starting over"
+    assert said not in begin_and_kill() and said in begin_and_kill()
     text = (out / "config.json").read_text(encoding="utf-8")
     first, second = json.loads(text)["commands"]
     assert first == second and shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
@@ -676,7 +678,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_its_command(tmp_path, shar
         assert command == [str(ROOT / GPT2.script), *flags]
         assert not list_checkpoints(out) and log_of(out) == log_of(whole)
     again = fork(ranks, *command, "--device", "cpu", "--timeout", "60")
-    assert again.code == 0, again.out
+    assert again.code == 0 and f"{out} has no checkpoint yet: starting over" in again.out, again.out
     assert_same_run(whole, out)
     assert fork(ranks, GPT2.script, "--out", out, "--steps", "5").code == 0  # it has a checkpoint now
     for path in (out / "checkpoints").iterdir():

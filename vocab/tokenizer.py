@@ -18,8 +18,6 @@ from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokeni
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
 TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
-HOW_TO_CONVERT = ("From vocab.json and merges.txt, transformers writes one: "
-                  "GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR).")
 # The published patterns that cut a text into words. tiktoken's own versions use possessive quantifiers and
 # "$", which the package tokenizers reads differently. Tests check that these cut the same words in both.
 PATTERNS = {
@@ -167,8 +165,7 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}. "
-                        f"{HOW_TO_CONVERT}")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}.")
 
 
 def load_tokenizer(name: str) -> Vocabulary:
@@ -192,7 +189,8 @@ def load_tokenizer(name: str) -> Vocabulary:
             if path.is_file():
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name).is_dir():
-        raise UserError(f"{name} has no tokenizer.json. {HOW_TO_CONVERT}")
+        raise UserError(f"{name} has no tokenizer.json. From vocab.json and merges.txt, transformers writes "
+                        "one: GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR).")
     if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} depends on its training text: name the tokenizer.json that prepare wrote.")
     raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
