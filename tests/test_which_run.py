@@ -644,7 +644,7 @@ def test_a_start_without_a_checkpoint_is_no_resume(tmp_path, shards):
     assert first == second and shlex.split(first)[-2:] == ["--sample-prompt", prompt] and "\u00e9" in text
     assert shlex.split(second)[0] == "python"
     other = GPT2.train(0, shards, out, **flags | {"sample_prompt": "say"})
-    assert other.code == 2 and other.out.endswith(f"or repeat it: {first}\n"), other.out
+    assert other.code == 2 and other.out.endswith(f"or that command again: {first}\n"), other.out
 
 
 def killed_before_a_checkpoint(run, out):
@@ -656,7 +656,7 @@ def killed_before_a_checkpoint(run, out):
 
 def command_in(refusal: str) -> list[str]:
     """The words of the command that a refusal names, without python."""
-    return shlex.split(re.search("or repeat it: python (.*)", refusal)[1])
+    return shlex.split(re.search("or that command again: python (.*)", refusal)[1])
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
@@ -669,7 +669,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_its_command(tmp_path, shar
     out.rename(whole)
     killed_before_a_checkpoint(whole, out)
     said = (f"{out} was begun by another command and has no checkpoint yet: give another --out, --resume "
-            "none to start over, or repeat it: ")
+            "none to start over, or that command again: ")
     for script, *words in ((GPT2.script,), (GPT2.script, "--steps", "4"), (GPT2.script, *flags, "--lr", "1"),
                            (GPT2.script, *flags, "--tokenizer", "bytes"), ("train_hrm.py", *flags)):
         done = fork(ranks, script, *words, "--out", out)
@@ -734,7 +734,7 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps(settings))
 
     def refused(given):
-        with pytest.raises(UserError, match="was begun by another command .* or repeat it: ") as error:
+        with pytest.raises(UserError, match="begun by another command .* or that command again: ") as error:
             begin(given)
         return str(error.value)
 
