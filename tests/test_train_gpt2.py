@@ -88,7 +88,7 @@ def test_a_run_can_be_used_and_fine_tuned(tmp_path, shards, corpus):
                              steps=steps)
         assert shorter.code == 0, shorter.out
     other = GPT2.train(0, shards, tmp_path / "short", steps=8, size="tiny", init_from=out)
-    assert other.code == 2 and "seq_len was 16, now 32" in other.out, other.out
+    assert other.code == 2 and "seq_len 16, not 32" in other.out, other.out
     gentle = GPT2.train(0, shards, tmp_path / "gentle", size="tiny", init_from=out, epochs=0.01, steps=None,
                         lr=None, warmup=None, global_batch=None)
     assert gentle.code == 0 and "= 16 sequences" in gentle.out, gentle.out
