@@ -5,7 +5,7 @@
 
 Each micro-batch stands for another process, in the trainers' order, so --grad-accum has to be a multiple of
 the number of processes. Gradients are packed, added up and applied as `Late` does it on that many processes.
-With a power of two processes the results are the same bits, with one thread each (tests/test_late.py).
+The results are the same bits, with one thread each (tests/test_late.py).
 """
 
 import importlib
@@ -24,7 +24,7 @@ from cluster import late
 def imitate(processes: int):
     """From now on, a single process has the gradients that `processes` would have together."""
     made = []
-    add = ddp_utils.Metrics.add
+    add, end_step, async_sum = ddp_utils.Metrics.add, ddp_utils.Metrics.end_step, ddp_utils.async_sum
 
     class Imitated(late.Late):
         def __init__(self, model, optimizers, run):
@@ -35,8 +35,7 @@ def imitate(processes: int):
         def keep(self):
             """Moves the gradient of a micro-batch to its process."""
             rank = self.micro_steps % processes
-            # the trainer divides by the labels of all processes, and DDP would divide by `processes` again
-            new, old = [processes * p.grad for p in self.params], self.own[rank]
+            new, old = [p.grad for p in self.params], self.own[rank]
             self.own[rank] = [a + b for a, b in zip(old, new)] if old else new
             self.micro_steps += 1
             for p in self.params:
@@ -55,7 +54,16 @@ def imitate(processes: int):
         add(metrics, sums)
         made[-1].keep()
 
-    training.step.Late, ddp_utils.Metrics.add = Imitated, add_and_keep
+    def labels_of_one(count, world):
+        # the trainer multiplies the loss by its world size of 1, and would multiply it by `processes` there
+        labels = async_sum(count, world)
+        return lambda: labels() / processes
+
+    def end_step_of_all(metrics, samples, labels):
+        end_step(metrics, samples, labels * processes)
+
+    training.step.Late, ddp_utils.async_sum = Imitated, labels_of_one
+    ddp_utils.Metrics.add, ddp_utils.Metrics.end_step = add_and_keep, end_step_of_all
 
 
 if __name__ == "__main__":
