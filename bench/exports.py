@@ -25,7 +25,7 @@ except ImportError as error:
     sys.exit(f"error: {error}: pip install transformers peft gguf xllamacpp")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
 from vocab.tokenizer import load_tokenizer  # noqa: E402

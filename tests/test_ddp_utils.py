@@ -57,7 +57,7 @@ def run_checks() -> dict[str, str]:
     failed, left = {}, CHECKS
     while left:
         try:
-            done = fork(2, "tests/ddp_worker.py", *left, timeout=180)
+            done = fork(2, "tests/helpers/ddp_worker.py", *left, timeout=180)
         except pytest.fail.Exception as hung:
             done = Finished(1, str(hung))
         passed = sum(f"check_{name} OK" in done.out for name in left)
@@ -93,7 +93,7 @@ def test_all_checks_are_run():
 
 @pytest.mark.full
 def test_a_failing_check_fails_the_process():
-    done = run(2, "tests/ddp_worker.py", "fail")
+    done = run(2, "tests/helpers/ddp_worker.py", "fail")
     assert done.code == 1 and "ZeroDivisionError" in done.out
 
 

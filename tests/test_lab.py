@@ -62,7 +62,7 @@ def lab():
 def pair(what: str, victim: int, timeout: float) -> list:
     """Two processes of lab.py, without torchrun, which would end the second when the first has failed."""
     port = free_port()
-    return [Group("tests/lab.py", what, victim, timeout, RANK=rank, WORLD_SIZE=2, GROUP_RANK=rank,
+    return [Group("tests/helpers/lab.py", what, victim, timeout, RANK=rank, WORLD_SIZE=2, GROUP_RANK=rank,
                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
 
 
@@ -103,8 +103,8 @@ def test_a_start_that_fails_says_why():
         cases = {(1, free_port()): "rank 1 found no rank 0 at 127.0.0.1:",
                  (0, port): f"the port of 127.0.0.1:{port} is in use here",
                  (0, free_port()): "rank 1, rank 2 of 3 did not come to 127.0.0.1:"}
-        processes = [Group("tests/lab.py", "none", 0, 2, RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1",
-                           MASTER_PORT=port) for rank, port in cases]
+        processes = [Group("tests/helpers/lab.py", "none", 0, 2, RANK=rank, WORLD_SIZE=3,
+                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank, port in cases]
         for process, expected in zip(processes, cases.values()):
             done = process.finish()
             assert done.code == 1 and sentence(done.out).startswith(f"error: {expected}"), done.out
@@ -417,7 +417,7 @@ def test_leftovers_of_a_killed_run_are_removed(lab):
     """The test process that built a lab is killed; the next lab removes what it has left, and no other's."""
     code = "import time; from lab import Lab; lab = Lab(1).__enter__()\n" \
            "lab.start(0, ['sleep', 600]); print(*lab.nodes, flush=True); time.sleep(600)"
-    process = start([sys.executable, "-c", code], cwd=ROOT / "tests")
+    process = start([sys.executable, "-c", code], cwd=ROOT / "tests" / "helpers")
     namespace = process.stdout.readline().strip()
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()

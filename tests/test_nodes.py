@@ -270,7 +270,7 @@ def test_the_process_that_hosts_the_store_leaves_last(tmp_path, shards):
 @pytest.mark.full
 def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
     """Longer than --timeout, too; so no torchrun waits at its exit barrier."""
-    group = Group("tests/on_node.py", "train_gpt2.py", f'["{tmp_path}", "{tmp_path}"]', *GPT2.flags(
+    group = Group("tests/helpers/on_node.py", "train_gpt2.py", f'["{tmp_path}", "{tmp_path}"]', *GPT2.flags(
         shards, tmp_path / "run", steps=2, global_batch=16, batch=8, timeout=2), ranks=2, fault=SlowSave())
     deadline = time.monotonic() + 60
     while "sample after step 2" not in group.text:

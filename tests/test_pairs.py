@@ -739,7 +739,7 @@ def test_an_answer_ends_with_the_context(build):
 def test_gradients_do_not_depend_on_how_the_rows_are_spread(tmp_path):
     """8 rows of unlike numbers of labels, two of them without any: 1 x 8, 1 x 4 x 2, 2 x 4, 2 x 2 x 2."""
     for ranks in (1, 2):
-        done = fork(ranks, "tests/pairs_worker.py", tmp_path / f"{ranks}.pt")
+        done = fork(ranks, "tests/helpers/pairs_worker.py", tmp_path / f"{ranks}.pt")
         assert done.code == 0, done.out
     one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
     whole = one[1]

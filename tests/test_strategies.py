@@ -59,7 +59,7 @@ def run_all(ranks, shards, base, wanted, timeout=90):
     commands = [[*sabotage, *[""] * (not sabotage), TRAINERS[model].script,
                  *TRAINERS[model].flags(shards, base / name, **changes)]
                 for model, name, changes, *sabotage in wanted]
-    done = fork(ranks, "tests/many_runs.py", json.dumps(commands), timeout=timeout)
+    done = fork(ranks, "tests/helpers/many_runs.py", json.dumps(commands), timeout=timeout)
     assert done.code == 0, done.out
     return done
 
@@ -142,9 +142,9 @@ def test_the_comparison_would_notice(tmp_path, shards):
 @pytest.mark.full
 def test_adaptive_depth_is_agreed_on_under_fsdp():
     """With zero3, ranks that run different numbers of cycles wait for each other for ever."""
-    agreed = fork(2, "tests/ddp_worker.py", "agree")
+    agreed = fork(2, "tests/helpers/ddp_worker.py", "agree")
     assert agreed.code == 0 and all(f"rank {rank} ran 4 cycles" in agreed.out for rank in (0, 1)), agreed.out
-    alone = fork(2, "tests/ddp_worker.py", "alone")
+    alone = fork(2, "tests/helpers/ddp_worker.py", "alone")
     assert alone.code == 1 and "rank 0 ran 1 cycles" in alone.out and "rank 1 ran" not in alone.out, alone.out
     assert "Timed out waiting 5000ms" in alone.out, alone.out
 

@@ -61,7 +61,7 @@ def together(trainer: Trainer, shards: Path, base: Path, runs: dict[str, dict]):
     """Runs by name, with changed flags, on two processes that start once."""
     commands = [["", trainer.script, *trainer.flags(shards, base / name, **changes)]
                 for name, changes in runs.items()]
-    done = fork(2, "tests/many_runs.py", json.dumps(commands), timeout=200)
+    done = fork(2, "tests/helpers/many_runs.py", json.dumps(commands), timeout=200)
     assert done.code == 0, done.out
     return done.out
 

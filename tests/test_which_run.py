@@ -76,7 +76,7 @@ def two_nodes(directories: list[Path], **changes) -> tuple:
     """A run on two nodes, each with a working directory of its own; the first is node 0."""
     flags = GPT2.flags(changes.pop("shards"), "run", **changes)
     there = json.dumps([str(path) for path in directories])
-    group = Group("tests/on_node.py", "train_gpt2.py", there, *flags, ranks=2)
+    group = Group("tests/helpers/on_node.py", "train_gpt2.py", there, *flags, ranks=2)
     return group.finish(120)
 
 

@@ -29,7 +29,7 @@ CONTEXT.set_forkserver_preload([
 
 def start_server() -> None:
     """Starts the process that forks the others, in the directory whose modules it is to import."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "faults")))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "helpers")))
     with contextlib.chdir(ROOT), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("OMP_NUM_THREADS", "1")
