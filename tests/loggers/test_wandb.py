@@ -1,0 +1,134 @@
+"""loggers/wandb.py: what a start tells Weights & Biases, and what its offline files hold."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from processes import fork
+from runs import Trainer
+from test_monitor import begun, record, steps_in
+
+import monitor
+from cli.errors import UserError
+from loggers.wandb import WandbRun, require_wandb
+
+TIMES = ("_runtime", "_timestamp", "_step", "System")
+TRAINER = Trainer("train_gpt2.py", steps=12, save_every=4, eval_every=6, max_new_tokens=2, wandb=True)
+
+
+# -------------------------------------------------------------------------------------- with another package
+
+
+def test_each_start_sends_all_records_to_one_run(tmp_path, monkeypatch):
+    told, out = [], tmp_path / "a b"
+    out.mkdir()
+    run = SimpleNamespace(log=lambda found, step: told.append((step, found)), finish=told.append)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        Settings=dict, init=lambda **given: told.append(given) or run))
+    monkeypatch.setenv("WANDB_SERVICE", "of a parent")
+    begun(out).write(record(1), "")
+    settings = {"began": "2026-01-01 0abc", "trainer": "x/train_my.py"}
+    with contextlib.ExitStack() as at_end:
+        process = SimpleNamespace(at_end=at_end, exit_code=3)
+        log = begun(out, 1, lambda log: WandbRun(log, process), **settings)
+        log.write(record(2), "")
+    log.write(record(3), "")  # it has ended
+    given, *rest = told
+    assert rest == [(1, record(1)), (2, record(2)), 3] and "WANDB_SERVICE" not in os.environ
+    wanted = {"id": "a-b-0abc", "project": "train_my", "name": "a b", "resume": "allow", "dir": out,
+              "reinit": "create_new"}
+    assert given.items() >= wanted.items() and given["config"].items() >= settings.items()
+
+
+def fail(*_, **__):
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize("package, why", [
+    (None, "pip install wandb"), (SimpleNamespace(Settings=dict, init=fail), "no network"),
+    (SimpleNamespace(Settings=dict, init=lambda **_: SimpleNamespace(log=fail, finish=fail)), "no network")])
+def test_nothing_that_wandb_raises_ends_a_run(package, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    process = SimpleNamespace(at_end=contextlib.ExitStack(), exit_code=0)
+    log = begun(tmp_path, 0, lambda log: WandbRun(log, process), trainer="x")
+    for step in (1, 2):
+        log.write(record(step), "")
+    process.at_end.close()
+    assert capsys.readouterr().out.count(why) == 1 and steps_in(tmp_path) == [1, 2]
+
+
+def test_without_the_package_it_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--no-wandb"):
+        require_wandb()
+
+
+# ---------------------------------------------------------------------------------------- with the real one
+
+
+def pieces_of(content: bytes):
+    """The records of a file in the form of LevelDB's log, after its own 7 bytes: blocks of 32 KiB of parts
+    with a checksum, a length and a kind: whole (1), first (2), middle (3) or last (4). A kill may cut it.
+    """
+    at, piece = 7, b""
+    while at + 7 <= len(content):
+        room = -at % 32768 or 32768
+        length, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
+        if room < 7 or not kind:  # the rest of a block is empty
+            at += room
+            continue
+        piece += content[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(content):
+            yield piece
+            piece = b""
+
+
+def sent(out: Path) -> list[tuple[str, dict[int, dict], bool]]:
+    """Of each start: the id of its run, the values by step, and whether it has ended."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    found = []
+    # by the time of their start, because wandb's own process outlives a start that was killed
+    for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
+        name, rows, ended = "", {}, False
+        for piece in pieces_of(path.read_bytes()):
+            parsed = Record()
+            parsed.ParseFromString(piece)
+            name = parsed.run.run_id or name
+            if parsed.WhichOneof("record_type") == "history":
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                       for item in parsed.history.item}
+                assert row["_step"] not in rows
+                rows[row["_step"]] = {k: v for k, v in row.items() if not k.startswith(TIMES)}
+            ended = ended or parsed.WhichOneof("record_type") == "exit"
+        found.append((name, rows, ended))
+    return found
+
+
+def logged(out: Path) -> dict[int, dict]:
+    """The values in metrics.jsonl by step, those of an evaluation with those of its step."""
+    rows = {}
+    for found in monitor.read_metrics(out):
+        rows.setdefault(found["step"], {}).update(
+            {k: v for k, v in found.items() if not k.startswith(TIMES)})
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(ranks, shards, tmp_path, monkeypatch):
+    """About 10 s: wandb starts a process of its own twice. --wandb is a flag of the run."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "run"
+    TRAINER.kill_after(6, ranks, shards, out)
+    done = fork(ranks, "train_gpt2.py", *TRAINER.flags(shards, out, wandb=None), WANDB_MODE="offline")
+    assert done.code == 0, done.out
+    *killed, (name, rows, ended) = sent(out)
+    assert ended and rows == logged(out) and rows.keys() == {*range(1, 13)}
+    assert name.startswith("run-") and {given for given, *_ in killed} <= {"", name}
+    done = TRAINER.train(0, shards, out, wandb=None, no_wandb=True, steps=14)
+    assert done.code == 0 and len(sent(out)) == len(killed) + 1, done.out
