@@ -14,7 +14,6 @@ from cli.flags import make_parser, parse_flags
 from cli.parser import parse_count
 from model import GPT2Config
 from startup.run import resolve_flags
-from weights.use import MODES
 
 TRAINERS = [train_gpt2, train_hrm, train_mlm]
 GPT2 = Trainer("train_gpt2.py")
@@ -62,9 +61,3 @@ def test_an_estimate_does_not_read_a_run(tmp_path):
     (tmp_path / "checkpoints" / "step_00000004_loss1.0.pt").touch()
     done = GPT2.here("--dry-run", "1x8", "--out", tmp_path)
     assert done.code == 2 and str(tmp_path) in done.out, done.out
-
-
-def test_modes_are_flags_of_a_trainer():
-    known = {flag for module in TRAINERS for action in module.parse_args([]).parser._actions
-             for flag in action.option_strings}
-    assert {*MODES} <= known

@@ -39,7 +39,8 @@ def archive(kind) -> bytes:
     ("texts.tar.gz", gzip.compress(archive(tarfile)), "tar xf"),
     ("texts.tar.bz2", bz2.compress(archive(tarfile)), "tar xf"), ("a.7z", b"7z\xbc\xaf\x27\x1c", "unpack"),
     ("paper.pdf", b"%PDF-1.4\nof letters alone", "pdftotext"), ("a.parquet", b"PAR1\x15\x04", "parquet:"),
-    ("old.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "document"), ("a.zst", b"\x28\xb5\x2f\xfd\x04\x00", "zstd -d"),
+    ("old.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "document"),
+    ("a.zst", b"\x28\xb5\x2f\xfd\x04\x00", "zstd -d"),
     ("letter.rtf", b"{\\rtf1\\ansi plain letters}", "document")],
     ids=lambda value: value if isinstance(value, str) else "")  # archives have the time in them
 def test_what_is_no_text_is_named(name, content, named):

@@ -18,6 +18,7 @@ from training.strategies import set_modes
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
 
+GPT2_TRAINER = Trainer("train_gpt2.py", **FLAGS)
 HEAD = "import torch\nfrom weights.init_from import load_frozen\n"
 REFERENCE = "reference = load_frozen(model, run, GPT2, args.init_from)"
 
@@ -32,7 +33,7 @@ def world():
 def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp_path):
     """A run loaded by load_run, and by load_frozen, gives the bits of the model in training."""
     out = tmp_path / "run"
-    assert Trainer("train_gpt2.py", **FLAGS | {"precision": precision, "steps": 2}).fork(0, shards, out).code == 0
+    assert GPT2_TRAINER.fork(0, shards, out, precision=precision, steps=2).code == 0
     run = run_of(world, precision=precision, strategy="ddp", checkpoint_activations="none", seq_len=32)
     run.dataset = data.Dataset([shards], 32)
     loaded, _ = load_run(GPT2, out)
@@ -54,7 +55,7 @@ def test_a_second_model_computes_as_the_first_does(precision, world, shards, tmp
 def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(shards, tmp_path):
     """Weights of --init-from that get another --attention. The same weights as a teacher keep theirs."""
     base, other = tmp_path / "base", tmp_path / "other"
-    assert Trainer("train_gpt2.py", **FLAGS | {"steps": 4}).train(0, shards, base).code == 0
+    assert GPT2_TRAINER.train(0, shards, base, steps=4).code == 0
     shutil.copytree(base, other)
     code = (f"{REFERENCE}\nteacher = load_frozen(model, run, GPT2, {str(other)!r})\n"
             "z = torch.randint(0, 257, (2, 32), generator=ddp.generator(0, 0))\nz[:, 9] = 256\n"
@@ -69,8 +70,9 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(shards, 
 def test_a_reference_without_the_ids_of_pairs_is_named(shards, tmp_path):
     base, rows = tmp_path / "base", tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"q": f"{i} and {i}?", "a": f"{2 * i}"}) + "\n" for i in range(500)))
-    pairs = prepare(f"jsonl:{rows}", tmp_path / "pairs", "bytes", prompt_field="q", response_field="a", row=64)
-    assert Trainer("train_gpt2.py", **FLAGS | {"steps": 1}).train(0, shards, base, seq_len=64).code == 0
+    pairs = prepare(f"jsonl:{rows}", tmp_path / "pairs", "bytes", prompt_field="q", response_field="a",
+                    row=64)
+    assert GPT2_TRAINER.train(0, shards, base, steps=1, seq_len=64).code == 0
     trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (REFERENCE, "log, meta, "))
     done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
     assert done.code == 2 and "pairs add ids" in done.out, done.out

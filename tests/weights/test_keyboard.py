@@ -32,8 +32,8 @@ def runs(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize("trainer, flags, begins", [
-    (GPT2, ["--prompt", "use --prompt and --chat"], "use --prompt and --chat"), (MLM, ["--fill", "a [MASK]"], "'"),
-    (GPT2, ["--eval-only"], "step 2 from")])
+    (GPT2, ["--prompt", "a --prompt and --chat"], "a --prompt and --chat"),
+    (MLM, ["--fill", "a [MASK]"], "'"), (GPT2, ["--eval-only"], "step 2 from")])
 def test_a_text_of_the_model_is_alone_on_stdout(trainer, flags, begins, runs, capsys):
     done = trainer.here("--out", runs / trainer.script, *flags)
     said = capsys.readouterr().err
@@ -67,7 +67,6 @@ def test_a_start_that_trains_says_that_it_has_not(monkeypatch):
 
 @pytest.mark.parametrize("trainer, words, both", [
     (GPT2, ["--prompt", "a", "--prompt=b"], "--prompt and --prompt"),
-    (GPT2, ["--export", "--eval-only"], "--export and --eval-only"),
     (GPT2, ["--export=gguf", "--export", "hf"], "--export and --export"),
     (MLM, ["--fill", "[MASK]", "--eval-only"], "--fill and --eval-only")])
 def test_one_thing_at_a_time(trainer, words, both, runs):

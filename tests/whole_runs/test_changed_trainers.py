@@ -10,7 +10,7 @@ from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_o
 
 import monitor
 from ddp_utils import list_checkpoints, read_checkpoint
-from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig
+from model import HRM, HRMConfig
 from prepare.pipeline import prepare
 
 METRIC = """def metric(model, x, y):
@@ -40,7 +40,8 @@ def teacher(shards, tmp_path_factory):
 def distilling(path, teacher, *more: tuple[str, str]) -> Trainer:
     """As the guide has it, with what `more` changes."""
     top = "import torch\n" + TOP.replace('"runs/teacher"', repr(str(teacher)))
-    return changed(path, (top, "BETAS = "), ("=" + LOAD, "log, meta, "), ("=" + LOSS, "objective, sums = "), *more)
+    return changed(path, (top, "BETAS = "), ("=" + LOAD, "log, meta, "), ("=" + LOSS, "objective, sums = "),
+                   *more)
 
 
 @pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
@@ -76,17 +77,6 @@ def test_numbers_of_two_kinds_are_not_compared():
     assert monitor.evaluations_of([*records, {"step": 16, "val_loss": 1.5}]) == {4: 2.0, 8: math.inf, 16: 1.5}
 
 
-@pytest.mark.parametrize("before, after", [("", RISING), pytest.param(RISING, "", marks=pytest.mark.full)])
-def test_the_best_starts_from_scratch_if_its_criterion_comes_or_goes(before, after, shards, tmp_path):
-    for text, steps in (before, 8), (after, 16), (after, 24):
-        trainer = changed(tmp_path / "train_kind.py", (text, MARK))
-        done = trainer.fork(0, shards, tmp_path / "run", steps=steps, lr=1e-2, keep_last=9)
-        assert done.code == 0, done.out
-        kind = [r for r in evaluations_of(tmp_path / "run") if ("best_metric" in r) == bool(text)]
-        best = min(kind, key=monitor.best_metric_of)["step"]
-        assert read_checkpoint(tmp_path / "run" / "checkpoints" / "best.pt")["step"] == best, done.out
-
-
 @pytest.mark.full
 def test_a_teacher_that_has_changed_or_does_not_fit_is_named(shards, corpus, tmp_path):
     own = tmp_path / "teacher"
@@ -95,11 +85,12 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(shards, corpus, tmp
         assert basic.train(0, shards, own, steps=steps).code == 0
         done = trainer.train(0, shards, tmp_path / "run", steps=steps)
         assert done.code == 0 and ("resuming with frozen" in done.out) == (steps == 8), done.out
-    other = prepare(f"text:{corpus}", tmp_path / "other", "bpe:300")
     gone = distilling(tmp_path / "train_gone.py", tmp_path / "none")
-    for one, dataset, length, named in ((trainer, other, 32, "tokenizer bytes"), (trainer, shards, 64, "--seq-len"),
-                                        (gone, shards, 32, f"{tmp_path}/none")):
-        refused = one.train(0, dataset, tmp_path / "odd", seq_len=length)
+    other = prepare(f"text:{corpus}", tmp_path / "other", "bpe:300")
+    for one, rows, length, named in (
+            (trainer, other, 32, "tokenizer bytes"), (trainer, shards, 64, "--seq-len"),
+            (gone, shards, 32, f"{tmp_path}/none")):
+        refused = one.train(0, rows, tmp_path / "odd", seq_len=length)
         assert refused.code == 2 and named in refused.out, refused.out
 
 
@@ -114,8 +105,8 @@ labels = ddp.async_sum(count * run.grad_accum, world)"""
 def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
     """DPO as the guide has it, on random pairs, in bf16. The loss of the first step is ln 2 exactly."""
     reference, loss, _ = guide_blocks("Preferences")
-    trainer = changed(tmp_path / "train_dpo.py", ("import torch\n" + TOP, "BETAS = "), (reference, "log, meta, "),
-                      (f"={PAIRS}\n{loss}", "objective, sums = "))
+    trainer = changed(tmp_path / "train_dpo.py", ("import torch\n" + TOP, "BETAS = "),
+                      (reference, "log, meta, "), (f"={PAIRS}\n{loss}", "objective, sums = "))
     flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run", init_from=teacher, strategy=strategy, **flags)
     assert done.code == 0, done.out
@@ -124,30 +115,23 @@ def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shard
     assert last["margin"] > 0 and last["loss"] < first["loss"]
 
 
-SHAPE = {"vocab_size": 60, "padded_vocab": 64, "seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 16}
-MODELS = {"gpt2": lambda: GPT2(GPT2Config(**SHAPE)), "mlm": lambda: MLM(MLMConfig(**SHAPE, ff=24)),
-          "halt": lambda: HRM(HRMConfig(**SHAPE, ff=24, halt=True, bp_cycles=1, inject_input=True))}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_losses_of_tokens_sum_to_the_objective(name):
-    """Also their gradients and the other sums."""
+def test_the_losses_of_tokens_sum_to_the_objective():
+    """Also their gradients and the other sums, where each token chooses its cycles."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = HRM(HRMConfig(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_model=16, ff=24,
+                          halt=True, bp_cycles=1, inject_input=True))
     model.z_loss = 1e-2
     idx = torch.arange(32).view(2, 16)
     labels = idx.roll(-1, 1).masked_fill(idx % 5 == 0, -1)
-    places = [torch.arange(16).expand(2, -1)] if name == "mlm" else []
-    more = {"ponder_weight": 0.1} if name == "halt" else {}
-    whole, sums = model(idx, *places, labels, **more)
-    tokens, same = model(idx, *places, labels, per_token=True, **more)
+    whole, sums = model(idx, labels, ponder_weight=0.1)
+    tokens, same = model(idx, labels, ponder_weight=0.1, per_token=True)
     assert tokens.shape == labels.shape and not tokens[labels < 0].any() and sums.keys() == same.keys()
-    losses = ((whole, *sums.values()), (tokens.sum(), *same.values()))
-    gradients = (torch.autograd.grad(loss[0], [*model.parameters()], materialize_grads=True, allow_unused=True)
-                 for loss in losses)
-    for a, b in zip(*losses):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for a, b in zip(*gradients):
+    found = []
+    for loss, others in ((whole, sums), (tokens.sum(), same)):
+        gradients = torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True,
+                                        allow_unused=True)
+        found.append((loss, *others.values(), *gradients))
+    for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -174,19 +158,19 @@ DATA_SHAPED = """class GPT2(GPT2):
 """
 
 
-@pytest.mark.parametrize("code, times", [("", 0), (DATA_SHAPED, 1)])
-def test_a_model_whose_shapes_depend_on_the_data_has_no_mfu(code, times, shards, tmp_path, monkeypatch):
+def test_a_model_whose_shapes_depend_on_the_data_has_no_mfu(shards, tmp_path, monkeypatch):
     """Nor does --dry-run count its activations."""
     monkeypatch.setattr("loggers.mfu.peak_flops", lambda device, say: 1e12)
-    trainer = changed(tmp_path / f"train_shaped_{times}.py", (code, "WEB = "))
+    trainer = changed(tmp_path / "train_shaped.py", (DATA_SHAPED, "WEB = "))
     done = trainer.train(0, shards, tmp_path / "run", steps=1)
-    assert done.code == 0 and done.out.count("MFU is not shown") == times, done.out
+    assert done.code == 0 and steps_of(tmp_path / "run")[0]["mfu"] is None, done.out
     dry = trainer.here("--data", shards, "--dry-run", "--seq-len", "32")
-    assert dry.code == 0 and dry.out.count("WARNING: activations") == times, dry.out
+    assert dry.code == 0 and "WARNING: activations" in dry.out, dry.out
 
 
 @pytest.mark.parametrize("value", ["'much'", "model.embed.weight"])
 def test_what_is_no_number_is_not_logged(value, shards, tmp_path):
     line = f"=log.step(metrics, step, samples, grad_norm, lr=lr, mine={value})"
-    done = changed(tmp_path / "train_logs.py", (line, "log.step(metrics")).fork(0, shards, tmp_path / "run")
+    trainer = changed(tmp_path / f"train_logs_{len(value)}.py", (line, "log.step(metrics"))
+    done = trainer.train(0, shards, tmp_path / "run", steps=1)
     assert done.code == 2 and "error: mine " in done.out, done.out
