@@ -240,7 +240,8 @@ def test_the_best_is_of_the_branch_and_has_a_file(tmp_path, shards):
 def test_a_short_run_has_a_short_warm_up(given, peak, tmp_path, shards):
     """That of the size is 30 of 300 steps. A resumed run keeps its own."""
     out = tmp_path / "run"
-    assert GPT2.train(0, shards, out, warmup=given, steps=20).code == 0
+    done = GPT2.train(0, shards, out, warmup=given, steps=20)
+    assert done.code == 0 and ("learning rate rises" in done.out) == (peak == 30), done.out
     assert GPT2.here("--out", out, "--steps", "24").code == 0
     rates = [record["lr"] for record in steps_of(out)]
     assert rates[:3] == pytest.approx([1e-3 * min((s + 1) / peak, 1) for s in range(3)], rel=0.01)
