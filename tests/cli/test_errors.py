@@ -64,4 +64,5 @@ def test_what_is_no_number_in_the_environment_is_0(monkeypatch, capsys):
 
 def test_errors_and_names_are_shortened():
     assert first_line(ValueError("a  b\nc")) == "ValueError: a b" and first_line(UserError("a\nb")) == "a"
-    assert joined([*"abcdefgh"])[-1] == "h" and joined([*"abcdefghij"]).endswith(", h and 2 more")
+    assert len(first_line(ValueError("x" * 400))) == 300
+    assert joined([*"abcdefgh"])[-1] == "h" and joined([*"abcdefghi"]).endswith(", h and 1 more")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.files import lock_file, replacing, sample_digest, to_json
+from cli.files import lock_file, replacing, sample_digest, to_json, write_atomically
 
 
 def test_a_lock_that_is_held_is_never_taken(tmp_path):
@@ -30,6 +30,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         except ZeroDivisionError:
             content = before
         assert path.read_bytes() == content and [*tmp_path.iterdir()] == [path]
+    write_atomically(path, b"a", b"b")
+    assert path.read_bytes() == b"ab"
 
 
 def test_a_digest_of_samples_reads_the_length_the_front_the_middle_and_the_end(tmp_path):

@@ -52,6 +52,7 @@ def test_metric_best_draws_and_teacher_resume_bit_for_bit(ranks, strategy, teach
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     done = ranks_of(trainer, ranks)(shards, whole, **flags)
     assert done.code == 0 and "| val_spaces " in done.out, done.out
+    assert "val_spaces" in (whole / "history.json").read_text()
     settings = json.loads((whole / "config.json").read_text())["settings"]
     assert settings["frozen"] == {str(teacher): 8}
     assert all(step["kl"] > 0 for step in steps_of(whole))
