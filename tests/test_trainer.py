@@ -136,8 +136,8 @@ def test_a_run_can_be_used(trainer, ran):
     """--prompt gives the same answer twice, --export works or says why not, and the cache gives what all
     tokens at once give.
     """
-    saved = read_checkpoint(list_checkpoints(ran.out)[0])
-    model_class = getattr(module_of(trainer.script), saved["family"])
+    family = read_checkpoint(list_checkpoints(ran.out)[0])["family"]
+    model_class = getattr(module_of(trainer.script), family)
     exported = trainer.here("--out", ran.out, "--export")
     assert exported.code in (0, 2) and (exported.code == 0) == ("is ready for" in exported.out), exported.out
     if not issubclass(model_class, CausalLM):
@@ -148,7 +148,7 @@ def test_a_run_can_be_used(trainer, ran):
     assert answers[0] == answers[1] and answers[0].startswith("def"), answers
     world = ddp_utils.init("gloo", "cpu")
     try:
-        model = load_model(model_class, saved, world)
+        model = load_model(model_class, ddp_utils.load_checkpoint(ran.out, print), world)
     finally:
         torch.distributed.destroy_process_group()
     assert_decodes(model.eval())
