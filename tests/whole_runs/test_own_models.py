@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 
 import ddp_utils
 import model as model_module
+import train_gpt2
 from cli.errors import RunError, UserError
 from ddp_utils import Checkpoints, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, HRM, MLM, hidden_matrices
@@ -491,6 +493,21 @@ def test_names_that_a_record_has_already():
 
 
 # ------------------------------------------------------------------------------------------------ variants
+
+def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp_path, monkeypatch):
+    train = partial(Trainer("train_gpt2.py", **FLAGS).train, 0, shards, tmp_path / "run")
+    assert train(steps=4).code == 0
+
+    @dataclass
+    class WithSilu(model_module.GPT2Config):
+        silu: bool = model_module.flag(False, "SiLU")
+
+    monkeypatch.setattr(train_gpt2, "GPT2Config", WithSilu)
+    monkeypatch.setattr(train_gpt2, "GPT2", type("GPT2", (GPT2,), {"Config": WithSilu}))
+    for flags, code, named in (({"silu": True}, 2, "silu False, not True"), ({}, 0, "resuming after step 4")):
+        done = train(**flags)
+        assert done.code == code and named in done.out, done.out
+
 
 # with a second head, or with another field that nothing uses
 VARIANT = """
