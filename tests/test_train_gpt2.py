@@ -38,27 +38,6 @@ def test_fp16_scales_the_loss_and_resumes(tmp_path, shards):
     assert again.code == 0 and "resuming after step 20" in again.out
 
 
-@pytest.mark.full
-def test_a_run_is_fine_tuned(tmp_path, shards):
-    done = GPT2.train(0, shards, tmp_path / "run", steps=20, sample_every=1, eval_every=10)
-    assert done.code == 0 and done.out.count("a sample after step") == 2, done.out
-    assert GPT2.here("--out", tmp_path / "run", "--export").code == 0
-    unset = dict.fromkeys(("steps", "lr", "warmup", "global_batch"))
-    for name, flags, code, named in (
-            ("same", ONE | {"init_from": f"hf:{tmp_path}/run/hf", "lr": 0}, 0, ""),
-            ("short", {"seq_len": 16, "steps": 4}, 0, ""),
-            ("short", {"seq_len": 16, "steps": 6}, 0, "step 4"),
-            ("short", {"steps": 8}, 2, "seq_len 16, not 32"),
-            ("long", {"seq_len": 64, "steps": 4}, 2, "learned positions"),
-            ("gentle", unset | {"epochs": 0.01}, 0, "= 16 sequences")):
-        flags = {"size": "tiny", "init_from": tmp_path / "run"} | flags
-        done = GPT2.train(0, shards, tmp_path / name, **flags)
-        assert done.code == code and named in done.out, done.out
-    losses = [evaluations_of(tmp_path / name)[-1]["val_loss"] for name in ("run", "same")]
-    assert abs(losses[0] - losses[1]) < 1e-5
-    assert steps_of(tmp_path / "gentle")[0]["lr"] == 3e-5
-
-
 def test_a_run_above_the_loss_of_a_model_without_context_says_so(tmp_path, shards):
     """After a tenth of its steps, at each evaluation."""
     done = GPT2.train(0, shards, tmp_path / "run", lr=1e-9, steps=21, eval_every=2, eval_batches=1)
