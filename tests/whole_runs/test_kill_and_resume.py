@@ -33,6 +33,7 @@ KILLED = [
       for flags, ranks, strategy in itertools.product(variants, (1, 4), ("ddp", "zero1", "zero2", "zero3")))]
 
 
+# The case of the first tier takes about 10 s on idle cores: three runs of all features on two processes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, ranks, flags", KILLED, ids=str)
 def test_a_killed_run_resumes_bit_for_bit(name, ranks, flags, shards, tmp_path):
