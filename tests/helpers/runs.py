@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Finished, children, kill, run, start, torchrun
-from processes import fork
+from processes import Group, fork
 
 from cli.errors import UserError
 from ddp_utils import STOP_SIGNALS, list_checkpoints
@@ -153,32 +153,69 @@ class Trainer:
         return start(torchrun(ranks, self.script, *self.flags(shards, out, **changes)))
 
     def kill_after(self, step: int, ranks, shards, out, **changes) -> str:
-        """Starts a run and kills all its processes with SIGKILL once the checkpoint of a step is there."""
+        """Starts a run under torchrun and kills all its processes with SIGKILL once the checkpoint of a step
+        is there.
+        """
         process = self.start(ranks, shards, out, **changes)
-        deadline = time.monotonic() + 200
-        while not any(int(p.name[5:13]) >= step for p in list_checkpoints(out)):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        self._wait_for(step, out, lambda: process.poll() is None)
         return kill(process)
 
+    def kill_forked_after(self, step: int, ranks, shards, out, **changes) -> str:
+        """What kill_after does, without torchrun, which is faster."""
+        group = Group(self.script, *self.flags(shards, out, **changes), ranks=ranks)
+        self._wait_for(step, out, lambda: group.all_alive)
+        group.kill()
+        return group.text
+
+    def _wait_for(self, step: int, out: Path, is_alive) -> None:
+        deadline = time.monotonic() + 200
+        while not any(int(p.name[5:13]) >= step for p in list_checkpoints(out)):
+            assert is_alive(), f"{out} ended before step {step}"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
     def check_killed_run(self, tmp_path, ranks, shards, **changes) -> None:
-        """A run that is killed in the middle and started again equals one that was left alone. It compiles
-        and tunes its kernels anew, as on a machine that was started again.
+        """A run that is killed in the middle and started again equals one that was left alone. If it is
+        compiled, the second start compiles again, as on a machine that was started again.
         """
         settings = self.defaults | changes
+        compiled = settings.get("compile")
         # what has loaded CUDA cannot be forked
         undisturbed = self.train if torch.cuda.is_available() else self.fork
+        kill_after = self.kill_after if compiled or torch.cuda.is_available() else self.kill_forked_after
         whole = undisturbed(ranks, shards, tmp_path / "whole", **changes)
         assert whole.code == 0, whole.out
-        self.kill_after(8, ranks, shards, tmp_path / "killed", **changes)
+        kill_after(8, ranks, shards, tmp_path / "killed", **changes)
         killed_at = log_of(tmp_path / "killed")[-1]["step"]
         assert killed_at < settings["steps"], "the run was over before it could be killed"
-        again = undisturbed if ranks and not settings.get("compile") else self.train
+        again = self.train if compiled or not ranks else undisturbed
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # Triton's cache is in it
             resumed = again(ranks, shards, tmp_path / "killed", **changes)
         assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
         assert_same_run(tmp_path / "whole", tmp_path / "killed")
         assert [r["step"] for r in steps_of(tmp_path / "killed")] == list(range(1, settings["steps"] + 1))
-        assert not settings.get("compile") or any((tmp_path / "compiled").iterdir()), "not compiled anew"
+        assert not compiled or any((tmp_path / "compiled").iterdir()), "it was not compiled again"
+
+
+def edited(path: Path, *changes: tuple[str, str, str], script: str = "train_gpt2.py", **defaults) -> Trainer:
+    """A copy of a trainer with more code, each piece as docs/changing.md puts it: "before" the line that
+    begins with a text, or "instead of" the statement that does.
+    """
+    lines = (ROOT / script).read_text().splitlines()
+    for how, anchor, code in changes:
+        at, = [i for i, line in enumerate(lines) if line.strip().startswith(anchor)]
+        indent = lines[at][:-len(lines[at].lstrip())]
+        end = at
+        while how == "instead of" and (end == at or _is_open(lines[at:end])):
+            end += 1
+        lines[at:end] = [f"{indent}{line}".rstrip() for line in code.splitlines()]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return Trainer(str(path), **defaults)
+
+
+def _is_open(lines: list[str]) -> bool:
+    """Whether a statement goes on after these lines."""
+    text = "".join(lines)
+    return sum(map(text.count, "([{")) > sum(map(text.count, ")]}"))
