@@ -1,6 +1,6 @@
-"""Runs many trainer commands in one process group, one after the other, which saves starting each: tests run
-this file on several ranks with a JSON list of command lines. Before each stands the name of a sabotage, or
-nothing, so that a test can show that it would notice.
+"""Runs many trainer commands in one process group, one after the other, which saves starting each: `run_all`
+runs this file on several ranks with a JSON list of command lines. Before each stands the name of a sabotage,
+or nothing, so that a test can show that it would notice.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from runs import module_of
+from processes import fork
+from runs import Trainer, evaluations_of, module_of, steps_of
 
 import ddp_utils
 import startup.run
@@ -22,6 +23,29 @@ import training.step
 from cluster.late import Late
 from ops.ema import local_shard
 from training.step import TrainState
+
+COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
+TRAINERS = {"gpt2": Trainer("train_gpt2.py", **COMMON), "mlm": Trainer("train_mlm.py", **COMMON),
+            "hrm": Trainer("train_hrm.py", **COMMON, sample_prompt="def", max_new_tokens=4)}
+
+
+def run_all(ranks, shards, base, wanted, timeout=240) -> str:
+    """Runs what is wanted, (model, name of the run, changed flags[, sabotage]), in one group of processes."""
+    commands = [[*sabotage, *[""] * (not sabotage), TRAINERS[model].script,
+                 *TRAINERS[model].flags(shards, base / name, **changes)]
+                for model, name, changes, *sabotage in wanted]
+    done = fork(ranks, "tests/helpers/many_runs.py", json.dumps(commands), timeout=timeout)
+    assert done.code == 0, done.out
+    return done.out
+
+
+def assert_resumes_alike(whole: Path, resumed: Path, bound=1e-5) -> None:
+    """A run that began at step 10 has the losses of one that began at 0."""
+    a, b = ([r for r in steps_of(out) if r["step"] > 10] for out in (whole, resumed))
+    assert [r["step"] for r in a] == [r["step"] for r in b]
+    assert max(abs(x["loss"] - y["loss"]) for x, y in zip(a, b)) <= bound
+    a, b = (evaluations_of(out)[-1]["val_loss"] for out in (whole, resumed))
+    assert abs(a - b) <= bound
 
 
 def clip_alone(parameters, max_norm):
@@ -39,13 +63,13 @@ def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
         yield
 
 
-def inf_at(step, rank=None):
-    """Like clip_grad_norm, but the gradient of one step is not finite, on one rank or on all."""
+def inf_at(step):
+    """Like clip_grad_norm, but the gradient of one step is not finite."""
     steps, plain = itertools.count(1), training.step.clip_grad_norm
 
     def clip_grad_norm(parameters, max_norm):
         parameters = list(parameters)
-        if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
+        if next(steps) == int(step):
             parameters[0].grad.fill_(torch.inf)
         return plain(parameters, max_norm)
 
