@@ -47,14 +47,11 @@ from model import (
     Block,
     ConfigError,
     GPT2Config,
-    Linear,
-    Stack,
     blocks_of,
     learning_rate,
     linear_cross_entropy,
     make_optimizers,
     num_params,
-    rms_norm,
 )
 
 MODES = ("block", "selective")
@@ -79,12 +76,17 @@ def seeded():
              "inject_input": True}, {"cycles": 4}),
     *((name, {"dropout": dropout, "dtype": dtype}, {}) for name in ("gpt2", "modern", "mlm")
       for dropout, dtype in ((0.1, BF16), (0.0, FP32)))], ids=str)
-def test_checkpointing_changes_no_bit(name, build, settings):
+def test_checkpointing_changes_no_bit(name, build, settings, monkeypatch):
     expected, means = step(BUILDS[name](**build), **settings)
     assert expected["objective"].isfinite()
     assert name != "hrm" or means["cycles"] == (build.get("depth") or settings.get("cycles", 2))
     for mode in MODES:
         assert differing(expected, step(BUILDS[name](mode, **build), **settings)[0]) == [], mode
+    if build.get("dropout"):  # control: recomputed with other masks, the gradients are wrong
+        monkeypatch.setattr("model.checkpoint", lambda *args, **kwargs: checkpoint(
+            *args, **(kwargs | {"preserve_rng_state": False})))
+        wrong = differing(expected, step(BUILDS[name]("block", **build), **settings)[0])
+        assert wrong and "objective" not in wrong
 
 
 @each_model
@@ -102,36 +104,6 @@ def test_checkpointing_recomputes_what_it_says(build, monkeypatch):
     again = 10 if build is hrm else calls["none"]  # of the HRM, two blocks in 5 of 8 calls
     assert calls["block"] == calls["selective"] == calls["none"] + again
     assert flops["none"] == flops["selective"] < flops["block"]  # selective repeats no matrix product
-
-
-def test_control_checkpoint_around_a_late_bound_closure(monkeypatch):
-    """Recomputed in the backward pass, `block` is the last one for all: no error, and wrong gradients."""
-    def late_bound(self, x, rope, mask, cache=None):
-        for block in self.blocks:
-            x = checkpoint(lambda x: block.block(x, rope), x, use_reentrant=False)  # noqa: B023
-        return rms_norm(x, self.eps)
-
-    expected, _ = step(hrm(), bp_steps=5)
-    monkeypatch.setattr(Stack, "forward", late_bound)
-    wrong = differing(expected, step(hrm(), bp_steps=5)[0])
-    assert "objective" not in wrong and any(name.startswith("H.blocks.0.") for name in wrong)
-
-
-@each_model
-def test_control_random_state_not_preserved(build, monkeypatch):
-    """Recomputed with other dropout masks, the gradients are wrong."""
-    expected, _ = step(build(dropout=0.1))
-    monkeypatch.setattr("model.checkpoint", lambda *args, **kwargs: checkpoint(
-        *args, **(kwargs | {"preserve_rng_state": False})))
-    wrong = differing(expected, step(build("block", dropout=0.1))[0])
-    assert wrong and "objective" not in wrong
-
-
-def test_gradients_of_a_shared_weight_are_summed_in_float32():
-    """They are not rounded to bfloat16 after each use, as behind the weight cache of autocast."""
-    found, _ = step(hrm(dtype=BF16))
-    assert not any(torch.equal(found[name], found[name].bfloat16().float())
-                   for name in found if ".blocks." in name)
 
 
 def test_attention_that_draws_random_numbers_is_not_kept():
@@ -157,11 +129,14 @@ def without_gradient(grads: dict) -> list[str]:
 
 @each_model
 def test_gradients_of_a_bfloat16_pass_are_float32_and_close(build):
+    """The uses of a shared weight are summed without rounding each sum to bfloat16, as autocast would."""
     exact, rough = step(build())[0], step(build(dtype=BF16))[0]
     assert without_gradient(exact) == without_gradient(rough) == []
-    for name in exact:
-        assert rough[name].dtype == torch.float32
-        assert torch.cosine_similarity(exact[name].flatten(), rough[name].flatten(), dim=0) > 0.97, name
+    for name, found in rough.items():
+        assert found.dtype == FP32
+        assert torch.cosine_similarity(exact[name].flatten(), found.flatten(), dim=0) > 0.97, name
+        shared = build is hrm and ".blocks." in name
+        assert not shared or not torch.equal(found, found.bfloat16().float()), name
 
 
 @pytest.mark.parametrize("name", ["hrm", "gpt2", "modern"])
@@ -259,21 +234,6 @@ def test_every_parameter_has_a_gradient(bp_steps, extra, untrained):
 # Adaptive depth
 
 
-def cycles_of(lm: HRM, idx: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each cycle the weights (cycles, B, T) and z_H (cycles, B, T, C); what recurrence() is; the cost."""
-    weights, states, plain = [], [], lm.halting_weight
-
-    def recorded(z_h, *args):
-        weight, remaining = plain(z_h, *args)
-        weights.append(weight)
-        states.append(z_h)
-        return weight, remaining
-
-    lm.halting_weight = recorded
-    z, ponder, _ = lm.recurrence(idx)
-    return torch.stack(weights), torch.stack(states), z, ponder
-
-
 def undecided() -> HRM:
     """A model whose tokens stop at different depths."""
     lm = hrm(halt=True)
@@ -282,19 +242,21 @@ def undecided() -> HRM:
     return lm
 
 
-def test_halting_weights_are_a_mean_and_the_rest_is_the_cost():
+def test_halting_is_a_mean_over_cycles_and_the_rest_is_the_cost():
+    """Written out: a cycle has the weight p, or all that is left if that would be less than 1 % then."""
     for depth in (None, *HALT_BIAS):
-        weights, states, z, ponder = cycles_of(hrm(depth=depth) if depth else undecided(), tokens())
-        assert (weights >= 0).all()
-        assert largest_error(weights.sum(0), torch.ones(2, SEQ_LEN)) <= 1e-6
-        assert largest_error((weights.unsqueeze(-1) * states).sum(0), z) <= 1e-6
-        assert largest_error(ponder, (1 - weights.cumsum(0)).sum(0)) <= 1e-5
-        if depth:
-            assert len(weights) == depth
-        else:  # several depths in one batch
-            assert len((weights > 0).sum(0).unique()) > 1
-    # the cost, here of four cycles, counts those beyond the first
-    assert ponder.mean().item() == pytest.approx(3, abs=1e-4)
+        lm, x = hrm(depth=depth) if depth else undecided(), tokens()
+        left, out, cost, ran = torch.ones(2, SEQ_LEN), 0.0, 0.0, 0
+        for cycle, state in enumerate(lm.high_level_states(x, 4), 1):
+            ran += bool(left.any())
+            p = torch.sigmoid(state @ lm.halt.weight[0] + lm.halt.bias)
+            weight = torch.where((left - p < 0.01) | (torch.tensor(cycle) == 4), left, p)
+            out, left = out + weight[..., None] * state, left - weight
+            cost = cost + left
+        z, ponder, cycles = lm.recurrence(x)
+        assert largest_error(z, out) <= 1e-5 and largest_error(ponder, cost) <= 1e-5
+        assert cycles == ran == (depth or ran)
+        assert depth or 0 < (cost == 0).sum() < cost.numel()  # several depths in one batch
 
 
 def test_ponder_cost_moves_the_halting_layer():
@@ -397,7 +359,7 @@ def test_flex_attention_computes_the_same(monkeypatch):
     monkeypatch.setattr("model.uses_flex", lambda head_dim, device: True)
     monkeypatch.setattr(Block, "flex_attention", staticmethod(flex_attention.flex_attention))
     assert largest_error(lm.hidden(idx), dense) <= 1e-5
-    idx[0, 100:102] = torch.tensor([1, EOT])  # control: a boundary that moves is noticed
+    idx[0, 100] = 1  # control: a boundary less is noticed
     assert largest_error(lm.hidden(idx), dense) > 1e-3
 
 
@@ -462,11 +424,6 @@ def test_every_parameter_has_one_optimizer(kind, name):
     assert sum(len(group["params"]) for group in groups) == len(placed) - 2
 
 
-def test_muon_needs_matrices_of_blocks():
-    with pytest.raises(ConfigError, match="Linear"):
-        make_optimizers(Linear(2, 2), "muon", 1e-3, (0.9, 0.95), 0.1)
-
-
 def rates(schedule: str, *ends, steps: int = 110, warmup: float = 10) -> list[float]:
     return [learning_rate(s, steps, 2.0, warmup, schedule, *ends) for s in range(steps)]
 
@@ -496,11 +453,12 @@ def test_rates_are_those_of_their_formulas():
 def test_flags_of_the_schedule():
     usual = flags_of(train_gpt2, [])
     assert (usual.warmup, usual.min_lr, usual.decay) == (30, 0.1, 0.2)
-    for flag, good, bad in (("--warmup", (0, 0.05, 1, 30), ("1.5", "-1")),
-                            ("--min-lr", (0, 0.5), ("1", "-0.1", "nan", "low")),
-                            ("--decay", (0.001, 1), ("0", "1.5", "-1", "100"))):
+    for name, good, bad in (("warmup", (0, 0.05, 1, 30), ("1.5", "-1")),
+                            ("min_lr", (0, 0.5), ("1", "-0.1", "nan", "low")),
+                            ("decay", (0.001, 1), ("0", "1.5", "-1", "100"))):
+        flag = "--" + name.replace("_", "-")
         for value in good:
-            assert value in vars(flags_of(train_gpt2, [flag, str(value)])).values()
+            assert vars(flags_of(train_gpt2, [flag, str(value)]))[name] == value
         for value in bad:
             with pytest.raises(UserError, match=flag):
                 train_gpt2.parse_args([flag, value])

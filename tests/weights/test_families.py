@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from conftest import SHARED
 from tiny_models import (
     BUILDS,
     export,
@@ -18,7 +17,7 @@ from tiny_models import (
 )
 
 from cli.errors import UserError
-from model import GPT2, HRM, MLM, pad_vocab
+from model import GPT2, HRM, MLM
 from vocab import bpe
 from vocab.tokenizer import load_tokenizer
 from weights.huggingface import from_hf
@@ -37,13 +36,13 @@ def made(name: str, seed: int = 0, **changes):
     return tiny(family, seed, **config | changes)
 
 
-TOKENIZERS = {"bytes": lambda: BYTES, "bpe": lambda: bpe.train_bpe([TEXT] * 20, 290),
-              "gpt2": lambda: load_tokenizer("gpt2")}
+TOKENIZERS = {"bytes": lambda: BYTES, "bpe": lambda: bpe.train_bpe([TEXT] * 20, 290)}
 
 
-def changed(directory, file: str = "config.json", **change) -> str:
-    """A directory of which a file has other fields. With ..., it lacks a field."""
-    path = directory / file
+
+def changed(directory, change: dict) -> str:
+    """A directory whose config.json has other fields. With ..., it lacks a field."""
+    path = directory / "config.json"
     config = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in config.items() if value != ...}))
     return str(directory)
@@ -96,8 +95,9 @@ def test_the_old_form_of_their_files_is_read(tmp_path):
 
     ours = made("mlm", n_layer=5, global_every=2)
     c = ours.config
-    directory = changed(export(ours, BYTES, tmp_path / "mlm"), layer_types=..., rope_parameters=...,
-                        global_rope_theta=c.global_theta, local_rope_theta=c.local_theta)
+    directory = changed(export(ours, BYTES, tmp_path / "mlm"), {
+        "layer_types": ..., "rope_parameters": ..., "global_rope_theta": c.global_theta,
+        "local_rope_theta": c.local_theta})
     assert from_hf(MLM, directory).config == c
 
 
@@ -114,10 +114,13 @@ def test_transformers_writes_the_same_text(name, kind, transformers, tmp_path):
     tokenizer = TOKENIZERS[kind]()
     ours = BUILDS[name](vocab_size=tokenizer.vocab_size, padded_vocab=320, seq_len=128).eval()
     ours.head_weight[tokenizer.eot] = 0.0  # else chance, not the same in each torch, ends the text early
+    spec = tokenizer.to_json()
     export(ours, tokenizer, tmp_path)
+    # so its digest is that of a run and its data
+    assert tokenizer.to_json() == load_tokenizer(str(tmp_path)).to_json() == spec
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert words.encode(TEXT, add_special_tokens=False) == tokenizer.encode(TEXT).tolist()
+    assert words(TEXT)["input_ids"] == [tokenizer.eot, *tokenizer.encode(TEXT).tolist()]
     assert words.eos_token_id == tokenizer.eot and words.mask_token is None
     flags = SimpleNamespace(max_new_tokens=40, temperature=0, top_k=None, seed=0)
     text = TEXT[:20]
@@ -139,48 +142,6 @@ def test_transformers_writes_the_same_text(name, kind, transformers, tmp_path):
     assert written(texts, 4) != alone
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_transformers_fills_masks_as_we_do(kind, transformers, tmp_path):
-    tokenizer = TOKENIZERS[kind]()
-    vocab_size = max(tokenizer.vocab_size, tokenizer.mask + 1)
-    ours = made("mlm", vocab_size=vocab_size, seq_len=64, eot=tokenizer.eot)
-    export(ours, tokenizer, tmp_path)
-    found = transformers.pipeline("fill-mask", model=str(tmp_path), top_k=3)("the cat [MASK] on the mat")
-    # a text begins with EOT; the mask takes the blank before it where a token would
-    before = tokenizer.encode("the cat " if kind == "bytes" else "the cat")
-    ids = [tokenizer.eot, *before, tokenizer.mask, *tokenizer.encode(" on the mat")]
-    p = ours(torch.tensor([[int(i) for i in ids]]))[0, 1 + len(before), :vocab_size].softmax(-1)
-    best = p.topk(3)
-    assert [f["token"] for f in found] == best.indices.tolist()
-    assert [f["score"] for f in found] == pytest.approx(best.values.tolist(), abs=1e-5)
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (words.mask_token, words.mask_token_id) == ("[MASK]", tokenizer.mask)
-    batch = words(["the cat", "the cat sat on the mat"], padding=True, return_tensors="pt")
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-    short = 1 + len(tokenizer.encode("the cat"))
-    assert largest_error(theirs(**batch).logits[0, :short],
-                         ours(batch["input_ids"][:1, :short])[0, :, :vocab_size]) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bpe", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_an_exported_tokenizer_read_here_is_the_one_before(kind, transformers, tmp_path, monkeypatch):
-    """It adds its first id in transformers alone. What a run and its data keep, and hash, adds none."""
-    if kind == "gpt2" and not (SHARED / "tiktoken").is_dir():
-        pytest.skip("the vocabulary of gpt2 is not in the cache")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-    tokenizer = TOKENIZERS[kind]()
-    before, ids = tokenizer.to_json(), tokenizer.encode(TEXT).tolist()
-    size = tokenizer.vocab_size
-    export(made("hrm", vocab_size=size, padded_vocab=pad_vocab(size)), tokenizer, tmp_path)
-    again = load_tokenizer(str(tmp_path))
-    assert type(again) is type(tokenizer) and again.encode(TEXT).tolist() == ids
-    assert tokenizer.to_json() == again.to_json() == before  # so its digest is that of the run
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"] == [tokenizer.eot, *ids]
-    changed(tmp_path, "tokenizer.json", post_processor=None)  # the control
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"] == ids
-
-
 # -----------------------------------------------------------------------------------------------------------
 # What is refused
 
@@ -193,38 +154,38 @@ def test_models_without_a_counterpart_are_not_exported(option, tmp_path):
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4}
-REFUSED = {  # fields of config.json; of a row with a third entry, what the message names instead of the field
+REFUSED = {  # each of these fields of config.json, one at a time
+    "hrm": {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 99, "hidden_act": "gelu",
+            "rope_parameters": YARN},
+    "gpt2": {"activation_function": "relu", "n_inner": 100, "scale_attn_weights": False,
+             "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True,
+             "add_cross_attention": True, "tie_word_embeddings": False, "n_embd": ..., "vocab_size": ...,
+             "layer_norm_epsilon": ...},
+    "modern": {"num_key_value_heads": 9, "layer_types": ["linear_attention"], "attn_output_gate": False,
+               "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+               "tie_word_embeddings": True, "intermediate_size": 99, "attention_bias": True},
+    "mlm": {"hidden_activation": "relu", "classifier_activation": "relu", "attention_bias": True,
+            "mlp_bias": True, "norm_bias": True, "decoder_bias": False, "classifier_bias": True,
+            "tie_word_embeddings": False, "layer_types": ["sliding_attention"] * 9, "eos_token_id": None,
+            "rope_parameters": {"full_attention": YARN}, "hidden_size": ..., "local_attention": ...}}
+OTHERWISE = {  # and what the message names instead of the field
     "hrm": [("model_type", "gpt2", "gpt2"), ("intermediate_size", 64, r"gate_up_proj.weight.*\(128, "),
             ("vocab_size", 300, r"embed_tokens.weight.*\(300, "),
-            ("num_layers_per_stack", 4, "H_module.layers.[123]"), ("tie_word_embeddings", True),
-            ("attention_bias", True), ("head_dim", 99), ("hidden_act", "gelu"), ("rope_parameters", YARN),
+            ("num_layers_per_stack", 4, "H_module.layers.[123]"),
             ("quantization_config", {"quant_method": "x"}, "config.json")],
-    "gpt2": [("model_type", "modernbert", "gpt2"), ("activation_function", "relu"), ("n_inner", 100),
-             ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
-             ("reorder_and_upcast_attn", True), ("add_cross_attention", True), ("tie_word_embeddings", False),
-             ("n_layer", 9, r"transformer.h.\d.ln_1.weight"), ("n_positions", 99, "transformer.wpe.weight"),
-             ("n_embd", ...), ("vocab_size", ...), ("layer_norm_epsilon", ...)],
-    "modern": [("num_key_value_heads", 9), ("layer_types", ["linear_attention"]), ("layer_types", None),
-               ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
-               ("rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 1.0}),
-               ("tie_word_embeddings", True), ("head_dim", 99), ("intermediate_size", 99),
-               ("hidden_act", "gelu"), ("attention_bias", True), ("attn_output_gate", False)],
-    "mlm": [("hidden_activation", "relu"), ("classifier_activation", "relu"), ("attention_bias", True),
-            ("mlp_bias", True), ("norm_bias", True), ("decoder_bias", False), ("classifier_bias", True),
-            ("tie_word_embeddings", False), ("layer_types", ["sliding_attention"] * 9),
-            ("global_attn_every_n_layers", 0, "config.json"), ("eos_token_id", None),
-            ("eos_token_id", ...), ("rope_parameters", {"full_attention": YARN}),
-            ("vocab_size", 300, r"decoder.bias.*\(300,"), ("hidden_size", ...), ("local_attention", ...)]}
+    "gpt2": [("n_layer", 9, r"transformer.h.\d.ln_1.weight"), ("n_positions", 99, "transformer.wpe.weight")],
+    "modern": [("layer_types", None, "layer_types"), ("model_type", "modernbert", "modernbert")],
+    "mlm": [("global_attn_every_n_layers", 0, "config.json"), ("eos_token_id", ..., "eos_token_id"),
+            ("vocab_size", 300, r"decoder.bias.*\(300,")]}
 
 
 @each_family
 def test_another_model_is_refused(name, tmp_path):
-    """Also one whose config.json lacks a field."""
     family, path = FAMILIES[name][0], export(made(name), BYTES, tmp_path) / "config.json"
     text = path.read_text()
     assert from_hf(family, str(tmp_path)).config
-    for field, value, *named in REFUSED[name]:
-        changed(tmp_path, **{field: value})
+    for field, value, *named in (*REFUSED[name].items(), *OTHERWISE[name]):
+        changed(tmp_path, {field: value})
         with pytest.raises(UserError, match=named[0] if named else field) as error:
             from_hf(family, str(tmp_path))
         assert "\n" not in str(error.value)

@@ -19,7 +19,7 @@ import training.step
 from cluster import diagnosis
 from model import blocks_of
 from training.strategies import set_modes
-from weights.sampling import generate, sample_ids
+from weights.sampling import sample_ids
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,6 @@ def world():
 @pytest.mark.long
 @each_model
 def test_compiled_blocks_compute_the_same(build):
-    """Also in each mode of checkpointing. Generation compiles nothing for its lengths."""
     expected, model = step(build())[0], build()
     for block in blocks_of(model):
         block.compile()
@@ -52,11 +51,6 @@ def test_compiled_blocks_compute_the_same(build):
             block.checkpointing = mode
         found, _ = step(model)
         assert max(largest_error(found[name], expected[name]) for name in expected) <= 1e-4, mode
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    if hasattr(model, "decode"):
-        greedy, same = (list(generate(m, tokens(length=3), 12, temperature=0)) for m in (build(), model))
-        assert all(map(torch.equal, greedy, same))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older code for CPUs rounds otherwise")
@@ -142,7 +136,7 @@ def test_training_and_sampling_need_no_operation_that_strict_mode_refuses(name, 
         with state.averaged_weights():
             state.model.eval()
             step(state.model)
-            sample_ids(torch.randn(2, 60), 0.8, 50, torch.Generator().manual_seed(0))
+            sample_ids(torch.randn(2, 60), 0.8, 50, None)
     assert seen.sorted <= 32 + 2  # rows of the batch, not their channels
 
 
