@@ -385,6 +385,7 @@ def test_a_start_as_the_identity():
     modern = GPT2(GPT2Config(**SHAPE, modern=True))
     for lm, identity in ((hrm(init="published"), False), (hrm(init="identity"), True), (modern, True)):
         assert torch.equal(lm(idx)[:, 1:], lm(changed)[:, 1:]) == identity
+        assert lm.head.weight.std().item() == pytest.approx(0.02 if identity else 32**-0.5, rel=0.1)
         if identity:
             before = {name: p.detach().clone() for name, p in lm.named_parameters()}
             step(lm)
