@@ -26,7 +26,7 @@ def block():
     return block
 
 
-@pytest.mark.parametrize("T", [256, 257, 700, 1024])
+@pytest.mark.parametrize("T", [256, 257, 513, 700, 1024])
 @pytest.mark.parametrize("kind, band", [("causal", None), ("isolated", (None, 0)), ("prefix", (None, None)),
                                         ("window", (32, 32))])
 def test_blocks_of_queries_have_the_bits_of_whole_products(kind, band, T, block, monkeypatch):
