@@ -113,9 +113,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    words = random.Random(0)
-    lines = [json.dumps({"text": " ".join(words.choices("one two three four five six".split(), k=40))})
-             for _ in range(60)]
+    lines = [json.dumps({"text": f"{n * n} words, " * 15}) for n in range(60)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     return prepare(f"jsonl:{folder}/text.jsonl", folder / "out", "bytes", shard_tokens=3000, workers=1,
                    val_split="hash:0.2")

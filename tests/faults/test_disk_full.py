@@ -57,7 +57,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     the run saves again, and it ends as if nothing had happened.
     """
     out = disk / "run"
-    flags = {"steps": 200, "save_every": 5, "eval_every": 50, "batch": 6, "schedule": "constant"}
+    flags = {"steps": 120, "save_every": 5, "eval_every": 30, "batch": 6, "schedule": "constant"}
     group = start(out, shards, **flags)
     deadline = time.monotonic() + 60
 
@@ -72,14 +72,14 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
         wait_for(r"WARNING: step_")
         fill(disk)
     full = max(map(int, re.findall(r"step (\d+)/", group.text)))
-    wait_for(f"step {full + 55}/")
+    wait_for(f"step {full + 35}/")
     assert not [p for p in out.glob("checkpoints/.tmp-*") if time.time() - p.stat().st_mtime > 1]
     for path in list_checkpoints(out):
         read_checkpoint(path)
     ballast.unlink()
     done = group.finish()
     assert done.code == 0 and TRACEBACK not in done.out, done.out[-2000:]
-    assert len(re.findall(r"WARNING: step_\d+_loss", done.out)) >= 8, done.out
+    assert len(re.findall(r"WARNING: step_\d+_loss", done.out)) >= 5, done.out
     assert leave or "WARNING: metrics.jsonl" in done.out  # with room left, its lines fit
     assert start(tmp_path / "whole", shards, **flags).finish().code == 0
     assert_same_run(out, tmp_path / "whole")

@@ -12,10 +12,9 @@ from cli.errors import UserError
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 import data
-from prepare import command, packing, pipeline
+from prepare import command, pipeline
 
 DTYPES = st.sampled_from(sorted(data.FORMATS))
 
@@ -47,25 +46,6 @@ def test_any_bytes_are_a_shard_or_refused(tmp_path, content):
     else:
         assert data.HEADER_BYTES + tokens.nbytes == len(content)
         assert tokens.tobytes() == content[data.HEADER_BYTES:]
-
-
-@given(st.data(), DTYPES, st.integers(1, 40))
-def test_what_is_written_is_read_in_rows(tmp_path, draw, dtype, seq_len):
-    """Any shards, any length of a row, any choice of rows: x is the row, y the same one token on."""
-    streams = draw.draw(st.lists(arrays.arrays(dtype, st.integers(1, 300)), min_size=1, max_size=4))
-    paths = [tmp_path / f"train_{i:06d}.bin" for i in range(len(streams))]
-    for path, stream in zip(paths, streams):
-        packing.write_shard(path, [stream], dtype)
-    shards = data.Shards(paths, seq_len)
-    expected = [s[i:i + seq_len + 1] for s in streams for i in range(0, len(s) - seq_len, seq_len)]
-    assert shards.rows == len(expected) and shards.num_tokens == sum(map(len, streams))
-    if expected:
-        any_rows = st.lists(st.integers(0, shards.rows - 1), min_size=1, max_size=8)
-        rows = np.array(sorted(draw.draw(any_rows)))
-        x, y = np.empty((2, len(rows), seq_len), dtype)
-        shards.take(rows, x, y)
-        for i, row in enumerate(rows):
-            assert (x[i] == expected[row][:-1]).all() and (y[i] == expected[row][1:]).all()
 
 
 TEXT = st.text("a1./\\\0\n\u0661", max_size=8)  # all of Unicode takes seconds to list
@@ -115,11 +95,3 @@ def test_any_value_in_any_field_is_read_or_refused(shards, tmp_path_factory, whe
                 (pipeline.locate, manifest["dataset"], "bytes", 1000, 0)):
             with contextlib.suppress(UserError), contextlib.chdir(directory.parent):
                 use(*arguments)
-
-
-@given(st.integers(1, 5000), st.integers(1, 2**40), st.integers(-(2**63), 2**63), st.integers(0, 2**40))
-def test_permute_is_a_permutation(n, many, seed, epoch):
-    rows = data.permute(np.arange(n), n, seed, epoch)
-    assert rows.dtype == np.int64 and (np.sort(rows) == np.arange(n)).all()
-    rows = data.permute(np.unique(np.linspace(0, many - 1, 20).astype(np.int64)), many, seed, epoch)
-    assert ((rows >= 0) & (rows < many)).all() and len(np.unique(rows)) == len(rows)

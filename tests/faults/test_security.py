@@ -64,7 +64,8 @@ def test_the_sources_call_nothing_that_executes_what_it_reads():
             elif isinstance(node, ast.Call):
                 assert not re.match(rf"({CALLS})\(", text), (path, text)
                 assert not re.search(r"\b(trust_remote_code|allow_pickle|shell)=", text), (path, text)
-                assert "torch.load" not in text or "weights_only=True" in text, (path, text)
+                loads = re.search(r"(?<![\w.])torch\.load\b", text)
+                assert not loads or "weights_only=True" in text, (path, text)
                 # the port of roll_call.py is torchrun's own
                 assert not re.match(rf"({PORTS})\(", text) or path.name == "roll_call.py", (path, text)
 

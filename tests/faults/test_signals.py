@@ -31,8 +31,7 @@ from vocab import bpe
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5)
 ENDLESS = {"steps": 100_000, "schedule": "constant", "save_every": 100_000, "eval_every": 100_000}
-TEXT = "".join(f"{n} and {n * n} more words\n" for n in range(400_000))
-HANDLED = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+TEXT = "".join(f"{n} and {n * n} more words\n" for n in range(200_000))
 
 
 def in_full(first, *others) -> list:
@@ -100,9 +99,7 @@ def prepare(directory, out, fault=None, workers=1) -> Group:
                  "--workers", workers, "--out", out, fault=fault)
 
 
-@pytest.mark.parametrize("number, workers", [
-    (SIGINT, 2), (SIGTERM, 1),
-    pytest.param(SIGINT, 1, marks=pytest.mark.full), pytest.param(SIGUSR1, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number, workers", in_full((SIGINT, 2), (SIGINT, 1), (SIGTERM, 1), (SIGUSR1, 2)))
 def test_prepare_ends_at_once_and_goes_on_to_the_same_bytes(tmp_path, number, workers):
     """It is in the middle of a long document. Ctrl-C does not wait for the threads."""
     out = tmp_path / "out"
@@ -110,6 +107,7 @@ def test_prepare_ends_at_once_and_goes_on_to_the_same_bytes(tmp_path, number, wo
     group = prepare(tmp_path, out, slow, workers)
     wait_for((tmp_path / "begun").exists)
     wait_for(lambda: data.read_manifest(out)["shards"])
+    time.sleep(0.2)  # Python may overlook a signal for as long as it waits, if it comes just before
     group.send(number)
     check_death(group, number)
     assert 1 <= len(data.read_manifest(out)["shards"]) <= 3
@@ -189,12 +187,18 @@ def test_ctrl_c_in_one_of_two_processes_is_named_by_the_other(tmp_path, shards):
     assert "Traceback" not in done.out, done.out
 
 
-@pytest.mark.parametrize("ranks, number", in_full((2, SIGTERM), (0, SIGINT), (0, SIGHUP)))
+def nohup():
+    signal.signal(SIGHUP, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("ranks, number", in_full((2, SIGTERM), (0, SIGINT), (0, SIGUSR1)))
 def test_training_stops_after_the_step_of_a_signal(tmp_path, shards, ranks, number):
-    """On all ranks, though only the last one has got it."""
-    group = train(shards, tmp_path / "run", ranks=ranks, **ENDLESS)
+    """On all ranks, though only the last one has got it. SIGHUP may be ignored, as nohup does."""
+    last = max(ranks, 1) - 1
+    group = train(shards, tmp_path / "run", nohup, ranks=ranks, fault_rank=last, **ENDLESS)
     wait_for(lambda: trains(tmp_path / "run"))
-    group.send(number, rank=max(ranks, 1) - 1)
+    group.send(SIGHUP, rank=last)
+    group.send(number, rank=last)
     done = group.finish(20)
     assert not any(group.codes), done.out
     check_stop(done, tmp_path / "run", number)
@@ -218,13 +222,13 @@ def test_an_evaluation_is_cut_off_and_done_again(tmp_path, shards, number):
     """The run goes on with this evaluation, and ends like one that was left alone."""
     out, begun = tmp_path / "run", tmp_path / "begun"
     flags = {"steps": 8, "eval_every": 4, "eval_batches": 0, "batch": 4}
-    group = train(shards, out, Slow(begun, "training.evaluation.validation_batches", 1), **flags)
+    group = train(shards, out, Slow(begun, "training.evaluation.validation_batches", 0.5), **flags)
     wait_for(begun.exists)
     group.send(number)
     done = group.finish(10)
     assert done.code == 0 and check_stop(done, out, number) == 4 and not evaluations_of(out), done.out
     for directory in (out, tmp_path / "whole"):
-        assert train(shards, directory, **flags).finish().code == 0
+        assert GPT2.train(0, shards, directory, **flags).code == 0
     assert_same_run(out, tmp_path / "whole")
 
 
@@ -242,46 +246,32 @@ def test_another_ctrl_c_ends_a_run_at_once(tmp_path, shards):
     assert not list_checkpoints(tmp_path / "run")
 
 
-def under_torchrun(shards, out, *more, before=(), **changes):
+def under_torchrun(shards, out, *more, **changes):
     mark = uuid.uuid4().hex
     command = torchrun(2, GPT2.script, *GPT2.flags(shards, out, **ENDLESS | changes))
     command[3:3] = more
-    process = start([*before, *command], FAULTS_MARK=mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    process = start(command, FAULTS_MARK=mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     wait_for(lambda: trains(out))
     return process, mark
 
 
-@pytest.mark.parametrize("number", in_full(SIGKILL, [SIGHUP]))
-def test_torchrun_is_killed(tmp_path, shards, number):
-    """SIGHUP kills it if it is none of the signals to handle. Its workers notice, save, end and free the
+@pytest.mark.parametrize("number, code, said", in_full(
+    (SIGKILL, -SIGKILL, SIGHUP), (SIGHUP, -SIGHUP, SIGHUP), (SIGTERM, 1, SIGTERM)))
+def test_the_workers_of_a_torchrun_that_gets_a_signal_save(tmp_path, shards, number, code, said):
+    """SIGHUP kills it, as it is none of the signals to handle. Its workers notice, save, end and free the
     lock. Nothing that they say is an error.
     """
     out = tmp_path / "run"
-    process, mark = under_torchrun(shards, out, *HANDLED)
+    process, mark = under_torchrun(shards, out, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     process.send_signal(number)
     done = finish(process, 30)  # its output ends with the last of the workers
-    assert done.code == -number and "error: " not in done.out, done.out
+    assert done.code == code and "error: " not in done.out, done.out
     wait_for(lambda: not marked(mark))
     done.out = (out / "train.log").read_text()
-    step = check_stop(done, out, SIGHUP)
+    step = check_stop(done, out, said)
     again = GPT2.train(0, shards, out, steps=step + 1)
-    assert again.code == 0 and "resuming after" in again.out and log_of(out)[-1]["step"] == step + 1, again.out
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("before", [[], ["nohup"]])
-def test_signal_to_torchrun(tmp_path, shards, before):
-    """The workers save and end with 0, torchrun itself with 1. With nohup it outlives its terminal."""
-    out = tmp_path / "run"
-    process, mark = under_torchrun(shards, out, *HANDLED, before=before)
-    if before:
-        process.send_signal(SIGHUP)
-        steps = len(log_of(out))
-        wait_for(lambda: len(log_of(out)) > steps + 10)
-    process.send_signal(SIGTERM)
-    done = finish(process, 30)
-    assert done.code == 1 and not marked(mark), done.out
-    check_stop(done, out, SIGTERM)
+    assert again.code == 0 and "resuming after" in again.out, again.out
+    assert log_of(out)[-1]["step"] == step + 1
 
 
 @pytest.mark.long
