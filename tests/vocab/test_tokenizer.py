@@ -1,0 +1,178 @@
+"""Tokenizers by name and from files: which of them tiktoken runs, masks in a text, the ids of a prompt, and
+whether a tokenizer is the one that data or weights have.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import SHARED
+from pair_data import RESPONSE, ROLES, START, pairs, prepare, samples, write  # noqa: F401
+
+import data
+from cli.errors import UserError
+from model import GPT2, GPT2Config
+from prepare import pipeline
+from vocab.bpe import train_bpe
+from vocab.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    parse_tokenizer_json,
+    prompt_ids,
+    with_markers,
+)
+from vocab.vocabulary import EOT, MASK
+from weights.huggingface import to_hf
+from weights.init_from import assert_ids, weights_of
+
+TEXTS = ["the cat sat on the mat"] * 30
+OTHER_TEXTS = ["she sells sea shells by the shore"] * 30
+
+
+def refuses(what, *named: str) -> None:
+    """That a call raises an error that names these parts, in their order."""
+    with pytest.raises(UserError, match="(?s)" + ".*".join(named)):
+        what()
+
+
+def run_here(function, *args):
+    return function(*args)
+
+
+def exported(directory, tokenizer, vocab_size: int) -> str:
+    to_hf(GPT2(GPT2Config(vocab_size=vocab_size, padded_vocab=50_304, seq_len=32, n_layer=1, n_head=2,
+                          d_model=16)), directory, tokenizer)
+    return f"hf:{directory}"
+
+
+@pytest.mark.parametrize("kind", ["spaces", "no alphabet"])
+def test_other_byte_level_tokenizers_are_run_by_the_package(kind, corpus):
+    """With another pattern, and with added tokens that are ordinary text or without all bytes."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import Tokenizer as Package
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator([corpus.read_text()[:20_000]], vocab_size=400, special_tokens=[EOT])
+    made.add_tokens(["    ", "        "] * (kind == "spaces"))
+    spec = json.loads(made.to_str())
+    if kind == "no alphabet":
+        spec["model"]["vocab"]["unused"] = spec["model"]["vocab"].pop("\u00c3")
+    found, package = parse_tokenizer_json(kind, json.dumps(spec)), Package.from_str(json.dumps(spec))
+    assert not isinstance(found, Tokenizer)
+    for text in "x        y", "    def f():", "caf\u00e9":
+        assert found.encode(text).tolist() == package.encode(text, add_special_tokens=False).ids
+
+
+def test_what_is_no_tokenizer_json_is_refused(tmp_path):
+    """The older form is two files in a directory."""
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    refuses(lambda: load_tokenizer(str(tmp_path)), "vocab.json", "merges.txt", "save_pretrained")
+    for name in (tmp_path / "vocab.json", "bpe:300", "none"):
+        refuses(lambda name=name: load_tokenizer(str(name)), str(name))
+
+
+def test_roles_are_no_conditions():
+    tokenizer = with_markers(load_tokenizer("bytes"))
+    assert tokenizer.marker_ids == ROLES and with_markers(tokenizer) is tokenizer
+    for name in (EOT, "<|response|>", "<|none|>"):
+        refuses(lambda name=name: prompt_ids(tokenizer, "a", name), name.replace("|", r"\|"))
+    assert prompt_ids(tokenizer, "a", MASK).tolist() == [START, 257, 97, RESPONSE]
+    assert prompt_ids(tokenizer, "a", "<b> ").tolist() == [START, *b"<b> a", RESPONSE]
+
+
+@pytest.mark.parametrize("name, text, before", [
+    ("bytes", "the [MASK]", "the "), ("bpe", "the [MASK]", "the"), ("bpe", "the  [MASK]", "the "),
+    ("bpe", "a\t[MASK]", "a\t"), ("bpe", "a\n[MASK]", "a\n")])
+def test_a_mask_takes_one_blank_only_where_a_token_would(name, text, before):
+    tokenizer = train_bpe(TEXTS, 300) if name == "bpe" else load_tokenizer(name)
+    ids = [*tokenizer.encode(before).tolist(), tokenizer.mask]
+    assert tokenizer.encode_masked(f"{text} b") == [*ids, *tokenizer.encode(" b").tolist()]
+
+
+# ------------------------------------------------------------------------------ is it the same tokenizer?
+
+
+def test_a_tokenizer_that_has_changed_under_its_name_is_refused(tmp_path, corpus, monkeypatch):
+    """By prepare and by what opens the data. One that is gone is not needed."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.json"
+    path.write_text(train_bpe(TEXTS, 300).to_json())
+
+    def prepared():
+        return pipeline.prepare(f"text:{corpus}", tmp_path / "out", "own.json")
+
+    for _ in range(2):
+        prepared()
+    path.write_text(train_bpe(OTHER_TEXTS, 300).to_json())
+    refuses(prepared, "own.json")
+    refuses(lambda: data.Dataset([tmp_path / "out"], 32, "own.json"), "out", "own.json")
+    path.unlink()
+    prepared()
+
+
+def test_data_are_opened_with_the_tokenizer_that_made_them(tmp_path, pairs):
+    """By its ids: the name and the bytes of its file don't matter, nor that pairs add a marker."""
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text(load_tokenizer("bytes").to_json() + " ")
+    for name in None, "bytes", str(theirs):
+        dataset = data.Dataset([pairs], 128, name)
+        assert dataset.marker_ids == ROLES and dataset.fingerprint == data.Dataset([pairs], 128).fingerprint
+    bpe = prepare(write(tmp_path / "x.jsonl", samples(100)), tmp_path / "bpe", "bpe:300")
+    assert data.Dataset([bpe], 128, "bpe:300").tokenizer.name == "bpe:300"
+    for name in "bytes", str(theirs), "bpe:301":
+        refuses(lambda name=name: data.Dataset([bpe], 128, name), "bpe:300", name)
+    refuses(lambda: data.Dataset([pairs, bpe], 128), str(bpe), str(pairs))
+
+
+def test_the_ids_of_weights_and_of_data_are_compared(tmp_path, monkeypatch):
+    """A tokenizer.json that another program has written again fits. One that cannot be read is warned of."""
+    from tokenizers import Tokenizer as Package
+    monkeypatch.setattr("weights.init_from.on_rank0", run_here)
+    ours = train_bpe(TEXTS, 300)
+    source, file = exported(tmp_path / "hf", ours, ours.vocab_size), tmp_path / "hf" / "tokenizer.json"
+    text = file.read_text()
+    swapped, with_gap = json.loads(text), json.loads(text)
+    words = swapped["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    with_gap["model"]["vocab"]["new"] = 999
+
+    def warnings(data_have, **changes) -> int:
+        said = []
+        run = SimpleNamespace(dataset=SimpleNamespace(tokenizer=data_have), say=said.append)
+        assert_ids(weights_of(GPT2, source) | changes, run, data_have.vocab_size)
+        return len(said)
+
+    for written in text, Package.from_str(text).to_str():
+        file.write_text(written)
+        assert warnings(ours) == warnings(with_markers(ours)) == 0
+        for other in load_tokenizer("bytes"), train_bpe(OTHER_TEXTS, 300):
+            refuses(lambda other=other: warnings(other), source, other.name)
+    # beside a checkpoint that records another
+    refuses(lambda: warnings(ours, tokenizer="bpe:300 (0)"), source, "tokenizer.json")
+    file.write_text(json.dumps(swapped))
+    refuses(lambda: warnings(ours), source, "bpe:300")
+    # ids that the weights don't know may mean anything
+    assert warnings(ours, model_config={"vocab_size": ours.vocab["a"]}) == 0
+    file.write_text(json.dumps(with_gap))
+    assert warnings(ours) == 1
+    file.unlink()
+    assert warnings(ours) == 1
+
+
+@pytest.mark.full
+def test_weights_with_the_tokenizer_of_gpt2_take_that_of_tiktoken(tmp_path, monkeypatch):
+    """Or their file if tiktoken has no network. What differs from it in anything is not taken for it."""
+    if not (SHARED / "tiktoken").exists():
+        pytest.skip("the vocabulary of gpt2 is not in the cache")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
+    monkeypatch.setattr("weights.init_from.on_rank0", run_here)
+    source, file = exported(tmp_path, load_tokenizer("gpt2"), 50257), str(tmp_path / "tokenizer.json")
+    assert weights_of(GPT2, source)["tokenizer_file"] == "gpt2"
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    for changes in {"dropout": 0.1}, {"merges": spec["model"]["merges"][1:]}:
+        odd = json.dumps(spec | {"model": spec["model"] | changes})
+        assert not isinstance(parse_tokenizer_json("odd", odd), Tokenizer)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # where it was loaded before
+    assert weights_of(GPT2, source)["tokenizer_file"] == file
