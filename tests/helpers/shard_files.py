@@ -42,25 +42,25 @@ def ids_of(directory: Path, split: str) -> list[int]:
     return [i for path in sorted(directory.glob(f"{split}_*.bin")) for i in read_like_llmc(path).tolist()]
 
 
-def documents_of(directory: Path, split: str) -> list[str]:
+def documents_of(directory: Path, split: str = "train") -> list[str]:
     """The documents of a split as text; each begins with end-of-text."""
     tokenizer = parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
     ids = ids_of(directory, split)
-    begins = [n for n, i in enumerate(ids) if i == data.read_manifest(directory)["tokenizer"]["eot"]]
+    begins = [n for n, i in enumerate(ids) if i == tokenizer.eot]
     assert begins[:1] == [0][:len(ids)]
     return [tokenizer.decode(ids[a + 1:b]) for a, b in itertools.pairwise([*begins, len(ids)])]
 
 
-def write_rows(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path, *rows: dict) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"jsonl:{path}"
 
 
-def write_texts(path: Path, texts) -> str:
+def write_texts(path, texts) -> str:
     return write_rows(path, *({"text": text} for text in texts))
 
 
-def write_table(path: Path, **columns) -> str:
+def write_table(path, **columns) -> str:
     import pyarrow
     from pyarrow import parquet
     parquet.write_table(pyarrow.table(columns), path)
@@ -68,34 +68,34 @@ def write_table(path: Path, **columns) -> str:
 
 
 def texts_of(dataset: str, start: int = 0, **options) -> list:
-    """The documents of a source: texts, or tuples of the fields of pairs."""
-    source = sources.Source(dataset, pipeline.settings_of(dataset, **options))
+    """The documents of a source, by default not held out: texts, or tuples of the fields of pairs."""
+    source = sources.Source(dataset, pipeline.settings_of(dataset, **{"val_split": "hash:0.1"} | options))
     return [document if isinstance(document, tuple) else "".join(document)
             for document, _, _ in source.documents(start)]
 
 
-def prepared(dataset: str, out, **options) -> Path:
-    return pipeline.prepare(dataset, Path(out), **{"tokenizer_name": "bytes", "workers": 1} | options)
+def prepared(dataset: str, out, tokenizer: str = "bytes", **options) -> Path:
+    return pipeline.prepare(dataset, Path(out), tokenizer, **{"workers": 1} | options)
 
 
-def refused(dataset: str, out, **options) -> str:
+def refused(dataset: str, out="out", **options) -> str:
     with pytest.raises(UserError) as error:
         prepared(dataset, out, **options)
     return str(error.value)
 
 
-def stopped_after(writes: int, dataset: str, out, **options) -> dict:
+def stopped_after(writes: int, *arguments, **options) -> dict:
     """A prepare that is stopped after so many writes of shards. Returns its manifest."""
     write, left = packing.ShardWriter._write, iter(range(writes))
 
-    def counted(*arguments):
+    def counted(*given):
         if next(left, None) is None:
             raise KeyboardInterrupt
-        write(*arguments)
+        write(*given)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(packing.ShardWriter, "_write", counted)
-        prepared(dataset, out, **options)
-    manifest = data.read_manifest(Path(out))
+        prepared(*arguments, **options)
+    manifest = data.read_manifest(Path(arguments[1]))
     assert manifest["shards"] and not manifest["complete"]
     return manifest
