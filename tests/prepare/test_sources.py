@@ -384,16 +384,6 @@ def test_an_array_is_read_as_its_lines_are(monkeypatch, block, indent):
     assert texts_of("jsonl:x.json") == []
 
 
-@pytest.mark.parametrize("dataset", ["csv:x.csv", "jsonl:x.json"])
-def test_a_table_or_an_array_resumes(dataset):
-    texts = [f"row {n}, of many" for n in range(900)]
-    Path("x.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in texts))
-    Path("x.json").write_text(json.dumps([{"text": text} for text in texts]))
-    whole = bins(prepared(write_texts("x.jsonl", texts), "whole", shard_tokens=4000))
-    stopped_after(2, dataset, "out", shard_tokens=4000)
-    assert bins(prepared(dataset, "out", shard_tokens=4000)) == whole and len(whole) > 3
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Sums and the network
 
