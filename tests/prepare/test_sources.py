@@ -66,7 +66,7 @@ def test_every_source_has_the_same_documents_also_when_it_is_resumed():
     write_texts("set/x.jsonl", texts)
     found = []
     for dataset in "text:*.txt jsonl:*.jsonl jsonl:*.gz jsonl:*.json parquet:*.p* csv:*.csv hf:set".split():
-        for start in (0, 1, 21, 22, 44, 45):
+        for start in (0, 21, 22, 45):
             assert texts_of(dataset, start) == texts[start:], (dataset, start)
         found.append(bins(prepared(dataset, f"out{len(found)}", val_split="hash:0.2")))
     assert all(content == found[0] for content in found) and len(found[0]) == 2
@@ -436,6 +436,7 @@ def test_a_proxy_in_any_form_is_asked(server, monkeypatch, name, form):
         assert "stanfordnlp/imdb" in refused("imdb")
 
 
+@pytest.mark.full
 def test_torch_is_not_imported_to_read_the_hub():
     """And it is not hidden from what is imported later."""
     write_texts("set/x.jsonl", [f"{n} of many" for n in range(200)])
