@@ -392,6 +392,7 @@ def test_sums_have_a_level_and_the_harder_half_is_held_out():
     source = sources.Source("task:addition", pipeline.settings_of("task:addition", max_samples=9))
     found = [*itertools.islice(source.documents(0), 1000)]
     assert [*itertools.islice(source.documents(20), 30)] == found[20:50]
+    assert found[999] == (("290471729433+770288180824", "1060759910257"), None, "trained-1")  # as it was
     for (prompt, answer), split, name in found:
         a, b = prompt.split("+")
         nines = "".join("x" if int(x) + int(y) == 9 else " " for x, y in zip(a, b))
