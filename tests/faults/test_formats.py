@@ -1,0 +1,114 @@
+"""Checkpoints of another format: each way to use one is refused with its path and the commit that reads it,
+and all files stay as they are.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from processes import fork
+from runs import Trainer, steps_of
+
+import ddp_utils
+from cli.errors import RunError, UserError
+from ddp_utils import list_checkpoints, read_checkpoint
+from model import GPT2
+from weights.use import load_run
+
+GPT = Trainer("train_gpt2.py", steps=8, save_every=4, eval_every=4, max_new_tokens=2)
+LONGER = ("--steps", "12")
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory) -> Path:
+    """A run with the checkpoints of steps 4 and 8, which began at the commit abc123."""
+    out = tmp_path_factory.mktemp("formats") / "run"
+    assert GPT.train(0, shards, out).code == 0
+    assert len(list_checkpoints(out)) == 2 and (out / "checkpoints" / "best.pt").exists()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"commits": ["abc123"]}))
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def set_format(number: int, *paths: Path):
+    for path in paths:
+        torch.save(torch.load(path, weights_only=True) | {"format": number}, path)
+
+
+def refused(run: Path, path: Path, *flags, ranks: int = 0, commits=("abc123",)):
+    """A command ends with code 2 and names the file and the commits, and the directories stay as they are."""
+    def files():
+        return {path: path.read_bytes() for path in run.parent.rglob("*")
+                if path.is_file() and path.name not in (".lock", "train.log")}
+
+    before = files()
+    done = fork(ranks, GPT.script, *flags) if ranks else GPT.here(*flags)
+    error = "".join(line for line in done.out.splitlines() if "error: " in line)
+    assert done.code == 2 and all(name in error for name in (str(path), *commits)), done.out
+    assert "delete" not in done.out and "Traceback" not in done.out, done.out
+    assert files() == before, done.out
+
+
+@pytest.mark.parametrize("number, alone", [(1, False), pytest.param(3, True, marks=pytest.mark.full)])
+def test_each_way_to_use_another_format_is_refused(run, number, alone):
+    """Of all checkpoints, and of a best.pt that alone is left."""
+    if alone:
+        for path in list_checkpoints(run):
+            path.unlink()
+    newest, new = list_checkpoints(run)[0], run.with_name("new")
+    set_format(number, *(run / "checkpoints").iterdir())
+    fresh = ("--out", new, "--steps", "1", "--data", "stdlib", "--init-from")
+    for flags in (("--out", run, *LONGER), ("--out", run, "--resume", newest, *LONGER),
+                  ("--resume", run, "--out", new, *LONGER), ("--out", run, "--prompt", "a"),
+                  ("--out", run, "--export"), ("--resume", newest, "--eval-only"), (*fresh, run),
+                  (*fresh, newest)):
+        refused(run, newest, *flags, commits=("abc123", "42aa566")[:1 + (number < 2)])
+    with pytest.raises(UserError, match="abc123"):
+        load_run(GPT2, run)
+    refused(run, newest, "--out", run, *LONGER, ranks=2)
+    (run / "config.json").unlink()
+    refused(run, newest, "--out", run, *LONGER, commits=("42aa566",)[:number < 2])
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_no_run_writes_where_another_format_lies(run, at):
+    """It would rename that as damaged, remove it as the oldest, or replace it as best.pt."""
+    newest, first = list_checkpoints(run)
+    path = (newest, first, run / "checkpoints" / "best.pt")[at]
+    set_format(1, path)
+    refused(run, path, "--out", run, "--keep-last", "1", *LONGER)
+    refused(run, path, "--out", run, "--resume", newest if at else first, *LONGER)
+    if path == first:
+        newest.write_bytes(newest.read_bytes()[:1000])
+        refused(run, path, "--out", run, "--resume", "none")
+        refused(run, path, "--out", run, *LONGER)
+
+
+def test_a_damaged_checkpoint_of_another_format_is_refused_and_the_number_has_a_checksum(run):
+    newest = list_checkpoints(run)[0]
+    content = newest.read_bytes()
+    newest.write_bytes(content.replace(b"format", b"fOrmat"))
+    with pytest.raises(RunError, match="data.pkl"):
+        read_checkpoint(newest, checked=False)
+    newest.write_bytes(content)
+    saved = torch.load(newest, weights_only=True)
+    saved["tensors"]["model"]["embed.weight"][0] += 1
+    torch.save(saved | {"format": 1}, newest)
+    refused(run, newest, "--out", run, *LONGER)
+
+
+def test_without_the_check_a_run_would_go_on(run, monkeypatch):
+    """The control."""
+    newest = list_checkpoints(run)[0]
+    set_format(1, newest)
+    monkeypatch.setattr(ddp_utils, "refuse_other_format", lambda path, number: None)
+    with pytest.raises(AssertionError):
+        refused(run, newest, "--out", run, *LONGER)
+    assert steps_of(run)[-1]["step"] == 12

@@ -1,0 +1,101 @@
+"""Directories of shards, and the files that they are made from: written, read back and compared."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+from cli.errors import UserError
+from prepare import packing, pipeline, sources
+from vocab.tokenizer import parse_tokenizer_json
+
+
+def tree(directory: Path, without: str = "-") -> dict[str, bytes]:
+    """Every file below a directory with its content, except in the subdirectory `without`."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*"))
+            if p.is_file() and p.relative_to(directory).parts[0] != without}
+
+
+def bins(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.bin")}
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def read_like_llmc(path: Path) -> np.ndarray:
+    header = np.fromfile(path, "<i4", 256)
+    magic, version, count = header[:3].tolist()
+    width = {(20240520, 1): "<u2", (20240801, 7): "<u4"}[magic, version]
+    tokens = np.fromfile(path, width, offset=1024)
+    assert len(tokens) == count and not header[3:].any()
+    return tokens
+
+
+def ids_of(directory: Path, split: str) -> list[int]:
+    return [i for path in sorted(directory.glob(f"{split}_*.bin")) for i in read_like_llmc(path).tolist()]
+
+
+def documents_of(directory: Path, split: str = "train") -> list[str]:
+    """The documents of a split as text; each begins with end-of-text."""
+    tokenizer = parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
+    ids = ids_of(directory, split)
+    begins = [n for n, i in enumerate(ids) if i == tokenizer.eot]
+    assert begins[:1] == [0][:len(ids)]
+    return [tokenizer.decode(ids[a + 1:b]) for a, b in itertools.pairwise([*begins, len(ids)])]
+
+
+def write_rows(path, *rows: dict) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_texts(path, texts) -> str:
+    return write_rows(path, *({"text": text} for text in texts))
+
+
+def write_table(path, **columns) -> str:
+    import pyarrow
+    from pyarrow import parquet
+    parquet.write_table(pyarrow.table(columns), path)
+    return f"parquet:{path}"
+
+
+def texts_of(dataset: str, start: int = 0, **options) -> list:
+    """The documents of a source, by default not held out: texts, or tuples of the fields of pairs."""
+    source = sources.Source(dataset, pipeline.settings_of(dataset, **{"val_split": "hash:0.1"} | options))
+    return [document if isinstance(document, tuple) else "".join(document)
+            for document, _, _ in source.documents(start)]
+
+
+def prepared(dataset: str, out, tokenizer: str = "bytes", **options) -> Path:
+    return pipeline.prepare(dataset, Path(out), tokenizer, **{"workers": 1} | options)
+
+
+def refused(dataset: str, out="out", **options) -> str:
+    with pytest.raises(UserError) as error:
+        prepared(dataset, out, **options)
+    return str(error.value)
+
+
+def stopped_after(writes: int, *arguments, **options) -> dict:
+    """A prepare that is stopped after so many writes of shards. Returns its manifest."""
+    write, left = packing.ShardWriter._write, iter(range(writes))
+
+    def counted(*given):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(packing.ShardWriter, "_write", counted)
+        prepared(*arguments, **options)
+    manifest = data.read_manifest(Path(arguments[1]))
+    assert manifest["shards"] and not manifest["complete"]
+    return manifest

@@ -1,0 +1,493 @@
+"""prepare/pipeline.py: the same bytes whatever happens, limits, splits, and which data a trainer takes."""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from processes import Group, KillAtOperation
+from shard_files import (
+    bins,
+    documents_of,
+    ids_of,
+    prepared,
+    refused,
+    stopped_after,
+    tree,
+    write_rows,
+    write_texts,
+)
+
+import data
+from cli.errors import UserError
+from prepare import command, packing, pipeline, sources
+from vocab.tokenizer import Tokenizer
+from vocab.vocabulary import EOT
+
+ALL_TRAIN = {"val_split": "hash:0.000001"}
+PAIR = {"prompt_field": "q", "response_field": "a"}
+LIMITS = {"max_tokens": None, "max_samples": None, "min_words": None}  # as a trainer has them by default
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def raise_(error: BaseException):
+    raise error
+
+
+def splits_of(out: Path) -> dict[str, int]:
+    """The tokens of each split."""
+    shards = data.read_manifest(out)["shards"]
+    return {split: packing.total(shards, "tokens", split) for split in sorted({s["split"] for s in shards})}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The same bytes
+
+MANY = {"tokenizer": "bpe:600", "shard_tokens": 4000, "val_split": "hash:0.2"}
+
+
+@pytest.fixture(scope="module")
+def many(corpus, tmp_path_factory) -> tuple[list[str], str, Path]:
+    """Texts of all lengths, no two alike, one longer than a block, and their shards."""
+    code, folder = 8 * corpus.read_text(), tmp_path_factory.mktemp("many")
+    texts = [f"{n} ünï 😀 {code[4000 * n:][:(1, 30, 1000, 10_000)[n % 4]]}" for n in range(100)]
+    texts[40] += code
+    source = write_texts(folder / "many.jsonl", texts)
+    return texts, source, prepared(source, folder / "out", **MANY)
+
+
+@pytest.mark.parametrize("operations", [(25, 40), pytest.param((31, 20, 1), marks=pytest.mark.long)])
+def test_kills_and_the_number_of_workers_change_no_byte(many, operations):
+    """SIGKILL, when it has opened, renamed and removed so many files. A server that forks starts first."""
+    _, source, undisturbed = many
+    out = Path("out").absolute()
+    flags = "--tokenizer bpe:600 --shard-tokens 4k --val-split hash:0.2 --workers 2".split()
+    for number in operations:
+        group = Group("data.py", "prepare", "--dataset", source, "--out", out, *flags,
+                      fault=KillAtOperation(out, number, 0))
+        assert group.finish().code == -signal.SIGKILL and not data.read_manifest(out)["complete"]
+    written = (out / "train_000000.bin").stat().st_mtime_ns
+    prepared(source, out, **MANY, workers=3)
+    assert (out / "train_000000.bin").stat().st_mtime_ns == written, "it has begun again"
+    assert tree(out) == tree(undisturbed) and len(bins(out)) > 20
+
+
+def test_documents_come_back_in_order_and_a_hash_splits_them(many):
+    """By the text alone, whatever the order and the limits."""
+    texts, _, undisturbed = many
+    assert pipeline.hash64("prompt") == pipeline.hash64(("prompt", "a")) == 14832251758147735480
+    val = [text for text in texts if pipeline.hash64(text[:1 << 20]) < 0.2 * 2**64]
+    train = [text for text in texts if text not in val]
+    assert documents_of(undisturbed) == train and documents_of(undisturbed, "val") == val
+    some = random.Random(1).sample(texts, 50)
+    out = prepared(write_texts("x.jsonl", some), "out", val_split="hash:0.2", max_samples=30)
+    for split, expected in (("train", train), ("val", val)):
+        assert documents_of(out, split) == [text for text in some[:30] if text in expected]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it."""
+
+
+def killed_at_rename(number: int, after: bool, *arguments, **options) -> bool:
+    """A prepare that is killed before or after its rename `number`. False if it has fewer."""
+    count, rename = itertools.count(), os.replace
+
+    def replace(source, target):
+        reached = next(count) == number
+        if after or not reached:
+            rename(source, target)
+        if reached:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        try:
+            prepared(*arguments, **options)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.fixture
+def few(monkeypatch) -> str:
+    """Documents of two or three pieces, so that shards end inside of some; as text, two files."""
+    monkeypatch.setattr(sources, "BLOCK", 100)
+    for n in range(2):
+        Path(f"{n}.txt").write_text(" ".join(random.Random(n).choices(["the", "sea", "ships"], k=200)))
+    return write_texts("few.jsonl", [f"{n} " * 80 for n in range(16)])
+
+
+@pytest.mark.parametrize("after, source, options", [
+    (False, "jsonl:few.jsonl", {"max_samples": 15}), (True, "jsonl:few.jsonl", {"max_tokens": 1700}),
+    (False, "jsonl:few.jsonl", ALL_TRAIN),
+    (True, "text:?.txt", {"max_tokens": 1200, "val_split": "tail:0.1"})])
+def test_killed_at_every_rename(few, after, source, options):
+    """Every file appears by a rename, so these are all the states that a kill can leave."""
+    options = {"val_split": "hash:0.3", "shard_tokens": 400} | options
+    expected = tree(prepared(source, "undisturbed", **options))
+    assert tree(prepared(source, "workers", **options, workers=3)) == expected
+    number = 0
+    while killed_at_rename(number, after, source, f"out{number}", **options):
+        assert tree(prepared(source, f"out{number}", **options)) == expected, number
+        number += 1
+    assert number >= 6
+    manifest = stopped_after(2, source, "wrong", **options)
+    manifest["shards"][-1]["end"][0] += 1
+    packing.write_manifest(Path("wrong"), manifest)
+    assert tree(prepared(source, "wrong", **options)) != expected  # the control
+
+
+def test_a_second_process_waits_for_the_first(capsys):
+    source, said = write_texts("x.jsonl", ["one", "two"]), ""
+    second = threading.Thread(target=prepared, args=(source, "out"), kwargs=ALL_TRAIN, daemon=True)
+    with pipeline.lock_directory(Path("out")):
+        second.start()
+        while "waiting" not in said:
+            said += capsys.readouterr().out
+            time.sleep(0.01)
+        assert not Path("out/manifest.json").exists()
+    second.join(60)
+    assert data.read_manifest(Path("out"))["complete"]
+
+
+class Panic(BaseException):
+    """What a panic of Rust becomes."""
+
+
+@pytest.mark.parametrize("workers, error, number", [(1, Panic, 82), (3, Panic, 82), (3, ValueError, 41)])
+def test_an_error_of_a_worker_names_the_first_document(workers, error, number, monkeypatch):
+    texts = ["known"] * 120
+    texts[number - 1] = texts[-1] = "other"
+    encode = Tokenizer.encode
+    monkeypatch.setattr(pipeline.in_batches, "__defaults__", (60,))  # a batch has twelve lines
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: raise_(error("no")) if text == "other"
+                        else encode(self, text))
+    found = refused(write_texts("x.jsonl", texts), workers=workers)
+    assert re.search(rf"x.jsonl, document {number}, .*{error.__name__}", found)
+
+
+def test_a_large_vocabulary_makes_shards_of_32_bits():
+    vocab = {f"w{i}": i for i in range(65_600)} | {"[UNK]": 65_600}
+    empty = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    Path("tokenizer.json").write_text(json.dumps(empty | {
+        "version": "1.0", "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}))
+    out = prepared(write_texts("x.jsonl", ["w65520", "w65599"]), "out", "tokenizer.json", **ALL_TRAIN)
+    assert ids_of(out, "train") == [65_601, 65_520, 65_601, 65_599]
+    assert packing.shard_dtype(65_535) == "uint16"  # [MASK] is the id 65,535
+    assert packing.shard_dtype(65_536) == "uint32"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Limits and splits
+
+
+def test_max_tokens_cuts_a_text_and_its_end_is_held_out(few, monkeypatch):
+    monkeypatch.setattr(pipeline.in_batches, "__defaults__", (200,))
+    size, second = (sum(Path(f"{n}.txt").stat().st_size for n in numbers) for numbers in ((0, 1), (1,)))
+    whole = prepared("text:?.txt", "whole")
+    for limit in (99, 150, size - second + 100):
+        out = prepared("text:?.txt", str(limit), max_tokens=limit)
+        assert ids_of(out, "train") == ids_of(whole, "train")[:limit]
+        assert ids_of(out, "val") == ids_of(whole, "val")
+        assert len(ids_of(out, "val")) == size - int(size * 0.9) + 1
+
+
+def test_other_limits():
+    texts = ["a b c" if n % 2 else f"{n}" for n in range(9)]
+    source = write_texts("x.jsonl", texts)
+    for limits, expected in (({"min_words": 3}, texts[1::2]), ({"max_tokens": 7}, ["0", "a b "]),
+                             ({"min_words": 2, "max_samples": 3}, texts[1:7:2])):
+        assert documents_of(prepared(source, str(limits), **limits, **ALL_TRAIN)) == expected
+    pairs = write_rows("pairs.jsonl", *({"q": str(i), "a": "x" * 20} for i in range(10)))
+    each = 3 + 20  # tokens of each: the start, a digit, the marker and the response
+    for limit, samples in ((4 * each + 5, 4), (5 * each - 1, 4), (5 * each, 5), (10_000, 10)):
+        out = prepared(pairs, f"{limit}", max_tokens=limit, **PAIR, **ALL_TRAIN)
+        assert data.read_manifest(out)["pairs"]["samples"] == samples  # the one that exceeds it is left out
+
+
+HALF = {"split_on": "|"}
+
+
+@pytest.mark.parametrize("expected, dataset, options", [
+    ("hash:0.1", "csv:a.csv", {}), ("hash:0.01", "csv:b.csv", {}), ("hash:0.01", "hf:some/repo", {}),
+    ("hash:0.1", "csv:b.csv", {"max_tokens": 9_999_999}), ("hash:0.01", "csv:b.csv", {"max_tokens": 10**7}),
+    ("hash:0.1", "csv:b.csv", {"max_samples": 9_999}), ("hash:0.01", "csv:b.csv", {"max_samples": 10_000}),
+    ("hash:0.1", "text:?*.txt", {}), ("tail:0.1", "text:??.txt", {}), ("hash:0.1", "text:??.txt", HALF),
+    ("hash:0.025", "task:addition", {"max_samples": 9}), ("hash:0.01", "stdlib", {})])
+def test_how_much_is_held_out_by_default(monkeypatch, expected, dataset, options):
+    """One in ten of small sets, one in a hundred of others, and the end of few texts."""
+    for number in range(100):
+        Path(f"{number}.txt").write_text("text")
+    for name, size in {"a.csv": 39_999_999, "b.csv": 40_000_000}.items():
+        os.truncate(os.open(name, os.O_CREAT | os.O_RDWR), size)
+    monkeypatch.setattr(pipeline, "stdlib_files", lambda: [Path()] * 1000)
+    assert pipeline.settings_of(dataset, **options)["val_split"] == expected
+    monkeypatch.setattr(pipeline, "stdlib_files", lambda: [Path()] * 999)  # Linux may leave out the tests
+    assert (pipeline.settings_of(dataset, **options)["val_split"] == expected) == (dataset != "stdlib")
+
+
+@pytest.mark.parametrize("source, options", [("jsonl:x.jsonl", {"max_tokens": 3000}), ("text:x.txt", HALF)])
+def test_a_set_without_validation_names_a_split_that_works(source, options, capsys):
+    """Of a text one that works with a single document."""
+    without = 0
+    for seed in range(8):
+        texts = ["".join(random.Random(f"{seed} {n}").choices("abcdefgh ", k=400)) for n in range(12)]
+        write_texts("x.jsonl", texts)
+        Path("x.txt").write_text("|".join(texts[:1 + seed]))
+        first = prepared(source, f"{seed}", **options)
+        named = re.findall(r"(?:hash|tail):[\d.]+\d", capsys.readouterr().out)
+        assert bool(named) == ("val" not in splits_of(first))
+        if named:
+            without += 1
+            split = command.parse_val_split(named[source == "text:x.txt"])
+            assert splits_of(prepared(source, f"{seed}-again", val_split=split, **options)).keys() > {"val"}
+    assert 0 < without < 8
+
+
+def test_a_set_may_be_held_out_altogether():
+    texts = [text for text in map(str, range(99)) if pipeline.hash64(text) < 2**64 / 10]
+    source = write_texts("x.jsonl", texts)
+    named = re.search(r"--val-split (\S+) ", refused(source))[1]
+    assert splits_of(prepared(source, "none", val_split=named)).keys() == {"train"}
+    assert splits_of(prepared(source, "all", val_split="hash:1")).keys() == {"val"}
+    assert "x.jsonl" in refused(write_texts("x.jsonl", []), "empty", val_split="hash:1")
+
+
+def test_validation_sets_of_a_field():
+    rows = [{"q": f"film {n}", "a": n % 2, "kind": [0, None, True, "x y"][n % 4]} for n in range(300)]
+    make = {"val_field": "kind", "val_split": "hash:0.3"} | PAIR
+    out = prepared(write_rows("x.jsonl", *rows), "out", **make)
+    assert data.read_manifest(out)["pairs"]["samples"] == 300  # an answer 0 is not empty
+    assert splits_of(out).keys() == {"train", "val_0", "val_none", "val_true", "val_x-y"}
+    rows[-2]["kind"] = "x+y"
+    assert re.search(r"'x y'.*'x\+y'.*val_x-y", refused(write_rows("x.jsonl", *rows), "y", **make))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What is said
+
+
+STORY = EOT.join(f"a cat {n}\n" for n in range(9))
+
+
+@pytest.mark.parametrize("texts, options, said", [
+    (["a", None, " \n", "", "b c"], {}, "note: 3 documents"),
+    (["a", None, "b c"], {"min_words": 2}, "note: 2 documents"),
+    (["a", None, ""], {}, "note: 2 documents"), (["a", None, "b"], {"max_tokens": 1}, None),
+    (["a", "b"], {}, None), (["a", "b", ""], {"max_samples": 1}, None), ([STORY], {}, "note: .* 8 times"),
+    (STORY, {}, "note: .* 8 times.*--split-on"), (STORY, {"split_on": EOT}, None),
+    (STORY, {"split_on": "<end>"}, "WARNING: --split-on '<end>'"),
+    ("a cat", {"split_on": " ", "max_samples": 1}, None)])
+def test_what_is_left_out_or_looks_like_a_mistake_is_said(capsys, monkeypatch, texts, options, said):
+    monkeypatch.setattr(pipeline, "LINE_EVERY", 0)
+    Path("x.txt").write_text(str(texts))
+    prepared("text:x.txt" if isinstance(texts, str) else write_texts("x.jsonl", texts), "out",
+             **ALL_TRAIN, **options)
+    out, err = capsys.readouterr()
+    assert re.search(said, out) if said else "note:" not in out and "WARNING" not in out
+    assert re.search(r"^0\.0M tokens", out, re.M) and not err  # without a terminal, lines
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Another source
+
+
+def later(path, seconds: float = 10):
+    os.utime(path, (time.time() + seconds,) * 2)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_edit_of_the_source_is_noticed(large, capsys, monkeypatch):
+    """Of a large one, a start reads only samples, and all if it is newer than the shards."""
+    monkeypatch.setattr(sources.identity_of, "__defaults__", (1000 if large else 10**9,))
+    text = "the cat sat on the mat and looked at ships\n" * 10_000
+    Path("x.txt").write_text(text)
+    options = {"shard_tokens": 9000, "max_tokens": 30_000, "split_on": "ships"} | ALL_TRAIN
+    stopped_after(2, "text:x.txt", "begun", **options)
+    out = prepared("text:x.txt", "out", **options)
+    manifest = data.read_manifest(out)
+    check = functools.partial(pipeline.check_source, "text:x.txt", out, manifest["settings"])
+    later("x.txt")
+    assert prepared("text:x.txt", "out", **options) == out, "a time alone refuses nothing"
+    check()
+    Path("x.txt").write_text(text[:43 * 2500] + text[43 * 2500:].replace("cat", "dog", 1))  # between samples
+    later("x.txt", -1000)
+    if large:
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "sha256_of", None)  # all is read only if a file is newer
+            assert prepared("text:x.txt", "out", **options) == out
+    later(out / "tokenizer.json", -2000)  # the text was edited while its shards were written
+    assert re.search("out .*source .*--out", refused("text:x.txt", **options))
+    with pytest.raises(UserError, match="--data out.*--out.*--init-from"):
+        check()
+    later("x.txt")
+    assert "source" in refused("text:x.txt", "begun", **options)
+    assert "note" not in capsys.readouterr().out
+    if large:
+        del manifest["whole"]  # as until 2026-11-27
+        packing.write_manifest(out, manifest)
+        assert prepared("text:x.txt", "out", **options) == out
+        monkeypatch.setattr(pipeline, "LARGEST_READ", 1000)
+        check()
+        assert capsys.readouterr().out.count("note: text:x.txt ") == 1
+
+
+def test_what_else_is_refused_or_not_needed(capsys, monkeypatch):
+    Path("set").mkdir()
+    for name in "row", "now":
+        write_texts("set/a.jsonl", [f"{name} {n}" for n in range(99)])
+        assert name == "row" or "source" in refused("hf:set")
+        assert name == "now" or prepared("hf:set", "out") == prepared("hf:set", "out")
+    prepared("jsonl:set/*", "half", val_split="hash:0.5")
+    assert "hash:0.5, now hash:0.1" in refused("jsonl:set/*", "half")  # also if it is the default
+    assert "set holds a.jsonl" in refused("jsonl:set/*", "set")
+    settings = data.read_manifest(Path("half"))["settings"]
+    monkeypatch.setattr(sources, "sha256_of", lambda path: raise_(PermissionError(13, "denied")))
+    pipeline.check_source("jsonl:set/*", Path("half"), settings)  # the shards are enough
+    assert "denied" in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------------------------------------
+# A trainer's --data
+
+
+def test_the_first_process_of_a_node_prepares_and_the_others_wait(corpus, shards):
+    found, watched = [], threading.Event()
+    locate = functools.partial(pipeline.locate, f"text:{corpus}", "bytes", 0)
+    waiting = threading.Thread(daemon=True, target=lambda: found.append(locate(1, watched.set)))
+    waiting.start()
+    assert watched.wait(60) and not found
+    assert bins(locate(0)) == bins(shards)
+    waiting.join(60)
+    assert found == [Path("shards/corpus-bytes")]
+
+
+@pytest.fixture
+def locate(shards, monkeypatch):
+    """Calls locate() where the data have been prepared with some settings. Returns the options of `prepare`
+    if it is called, or True if the data are used as they are.
+    """
+    monkeypatch.setattr(pipeline, "check_source", lambda *_: None)
+    monkeypatch.setattr(pipeline, "prepare", lambda *_, **options: options)
+
+    def call(source: str, settings: dict, limits: dict, useful: int = 1000, rank: int = 0, **changes):
+        out = data.directory_of(source, "bytes")
+        manifest = data.read_manifest(shards) | changes
+        manifest["settings"] = {"tokenizer": "bytes"} | settings
+        out.mkdir(parents=True, exist_ok=True)
+        packing.write_manifest(out, manifest)
+        return (found := pipeline.locate(source, "bytes", useful, rank, **LIMITS | limits)) == out or found
+    return call
+
+
+@pytest.mark.parametrize("source, settings, limits, named", [
+    ("jsonl:x", {"max_tokens": 900}, {}, "--max-tokens 900 "),
+    ("jsonl:x", {"max_tokens": 900}, {"max_tokens": 901}, "--max-tokens 900 "),
+    ("jsonl:x", {"min_words": 3}, {}, "--min-words 3 "), ("jsonl:x", {}, {"max_samples": 7}, "None, now 7"),
+    ("task:addition", {"max_samples": 20}, {}, "--max-samples 20 "),
+    ("./shards/x", {}, {"max_samples": 7}, "None, now 7"),
+    ("jsonl:x", {"max_tokens": 9}, {"max_tokens": 9}, None), ("jsonl:x", {"min_words": 0}, {}, None),
+    ("task:addition", {"max_tokens": 900}, {}, None),
+    ("hf:x", {"max_tokens": 900}, {}, None), ("./shards/x", {"max_tokens": 900}, {}, None)])
+def test_data_with_other_limits_are_refused(locate, source, settings, limits, named):
+    """So those of a smoke test don't become those of a real run."""
+    for rank in (0, 1):
+        if named is None:
+            assert locate(source, settings, limits, rank=rank) is True
+        else:
+            for complete in (True, False):
+                with pytest.raises(UserError, match=named):
+                    locate(source, settings, limits, rank=rank, complete=complete)
+
+
+@pytest.mark.parametrize("source, most, useful, limits, said", [
+    ("hf:x", 2000, 3000, {}, " 2,000 .* 3,000, 20 .*--max-tokens 3000"), ("hf:x", 2000, 2000, {}, None),
+    ("hf:x", 2000, 3000, {"max_tokens": 2000}, None), ("hf:x", 10**7, 10**8, {}, None),  # there is no more
+    ("task:addition", 900, 3000, {}, " 900 .* 3,500,000:"), ("./shards/x", 2000, 3000, {}, None)])
+def test_a_larger_model_is_told_how_to_get_more(locate, capsys, source, most, useful, limits, said):
+    assert locate(source, {"max_tokens": most}, limits, useful) is True
+    out = capsys.readouterr().out
+    assert re.search(said, out) if said else not out
+
+
+def test_an_endless_source_is_prepared_up_to_what_is_useful(locate, capsys):
+    """What never got a shard begins again, and what has some goes on as it was begun."""
+    nothing = {"complete": False, "shards": []}
+    assert locate("imdb", {"max_tokens": 5}, {}, **nothing) == LIMITS | {"max_tokens": 1000}
+    assert re.search("imdb .* 1,000 .*--max-tokens", capsys.readouterr().out)
+    limits = LIMITS | {"max_tokens": 7, "max_samples": 5}
+    assert locate("imdb", {}, limits, **nothing) == limits
+    assert locate("jsonl:x", {}, {"min_words": 5}, **nothing) == LIMITS | {"min_words": 5}
+    assert not capsys.readouterr().out
+    sums = {"max_tokens": 3_500_000, "row": 90}
+    assert locate("task:addition", {}, {"row": 90}, **nothing) == LIMITS | sums
+    assert locate("imdb", {"row": 90, "source": "x"}, {}, complete=False) == {"row": 90}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The hub
+
+
+@pytest.fixture
+def hub():
+    """A folder that is read as a repository of the hub is."""
+    Path("corpus").mkdir()
+    write_texts("corpus/a.jsonl", [f"{n} " + "a b c " * 150 for n in range(200)])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_a_repository_that_changes_after_a_kill_is_read_as_it_was(hub, monkeypatch, tokenizer):
+    """Also where an earlier pass has trained the tokenizer."""
+    import datasets
+    import huggingface_hub
+    load, newest = datasets.load_dataset, ["corpus"]
+    Path("two").mkdir()
+    Path("two/a.jsonl").write_text(Path("corpus/a.jsonl").read_text().replace("a b c", "d e f"))
+    monkeypatch.setattr(sources, "reachable", lambda url: True)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name: argparse.Namespace(sha=newest[0]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, **given: load(revision, **given))
+    make = functools.partial(prepared, "hf:some/corpus", tokenizer=tokenizer, shard_tokens=30_000)
+    whole = bins(make("whole"))
+    manifest = stopped_after(1, "hf:some/corpus", "killed", tokenizer, shard_tokens=30_000)
+    assert manifest["reading"]["revision"] == "corpus"
+    newest[0] = "two"
+    assert bins(make("killed")) == whole != bins(make("later")) and len(whole) > 2
+
+
+def test_a_resumed_prepare_of_the_hub_reads_what_is_left(monkeypatch):
+    """After any kills it writes the same bytes, without the files that it has read. The first one names the
+    fields.
+    """
+    Path("many").mkdir()
+    files = [Path(f"many/{at:05}.jsonl") for at in range(0, 12_000, 1500)]
+    for number, path in enumerate(files):  # those that begin a batch have no text
+        write_rows(path, *({"text": f"{n} " + "a b c " * (n % 7) * (n % 1000 > 0), "kind": n % 2}
+                           for n in range(number * 1500, number * 1500 + 1500)))
+    options = {"val_split": "hash:0.1", "shard_tokens": 20_000, "val_field": "kind", "min_words": 2}
+    whole = bins(prepared("hf:many", "whole", **options))
+    for kill in 1, 1, 2, len({name[-10:] for name in whole}) - 7:
+        manifest = stopped_after(kill, "hf:many", "killed", **options)
+    shutil.copytree("killed", "old")
+    monkeypatch.setattr(pipeline, "current_identity", lambda source, out: manifest["settings"]["source"])
+    read = files[1:(manifest["reading"]["document"] - 4000) // 1500]  # it reads the last two again
+    for path in read:
+        path.write_bytes(b"damaged")
+    assert len(read) > 1 and bins(prepared("hf:many", "killed", **options)) == whole
+    del manifest["reading"]["state"], manifest["reading"]["document"]
+    packing.write_manifest(Path("old"), manifest)
+    assert "many" in refused("hf:many", "old", **options)  # the control
