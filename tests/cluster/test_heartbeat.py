@@ -215,8 +215,9 @@ def test_a_loop_without_collectives_notices_a_silent_rank(beating):
     Heartbeat.PATIENCE = 0.1  # seconds between looks; the fixture restores it
     assert first.watch(lambda: time.sleep(0.8) or 7) == 7
     be_lost(second)
-    with pytest.raises(RunError, match="^rank 1 on node0 .*stopped"):
-        first.watch(lambda: time.sleep(3))
+    for wait in first.watch, first.run_and_wait:
+        with pytest.raises(RunError, match="^rank 1 on node0 .*stopped"):
+            wait(lambda: time.sleep(1))
     first.cause = "boom"
     with pytest.raises(RunError, match="^boom$"):
         first.raise_if_lost()

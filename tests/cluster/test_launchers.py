@@ -131,28 +131,21 @@ def test_systemd_starts_again_unless_a_flag_is_wrong():
     assert unit["Unit"]["StartLimitIntervalSec"] == "0" and "cluster/ddp_launch.sh" in service["ExecStart"]
 
 
-def test_compose_file():
-    """What training needs of it. The service `cpu` is the same without GPUs, and `up` doesn't start it."""
+def test_docker():
+    """What training needs of it. The service `cpu` is the same without GPUs, and `up` doesn't start it. The
+    image keeps its torch.
+    """
     yaml = pytest.importorskip("yaml")
     services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
     service, cpu = services["trainer"], services["cpu"]
-    assert cpu.pop("profiles") == ["cpu"]
     device, = service.pop("deploy")["resources"]["reservations"]["devices"]
-    assert cpu == service and device["capabilities"] == ["gpu"]
+    assert device["capabilities"] == ["gpu"] and cpu == service | {"profiles": ["cpu"]}
     assert service["network_mode"] == service["ipc"] == "host" and service["restart"] == "unless-stopped"
     assert service["devices"] == ["${INFINIBAND:-/dev/null}"]  # a missing one keeps it from starting
-    source, target = service["volumes"][0].split(":")
-    assert (CLUSTER / source).resolve() == ROOT and target == service["working_dir"]
-    assert (CLUSTER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+    assert service["volumes"] == [f"..:{service['working_dir']}"]
+    text = (CLUSTER / service["build"]["context"] / service["build"]["dockerfile"]).read_text()
     passed = {item.partition("=")[0] for item in service["environment"]}
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", *VARIABLES} <= passed
-    if shutil.which("docker") and not subprocess.run(["docker", "compose", "version"]).returncode:
-        subprocess.run(["docker", "compose", "-f", CLUSTER / "compose.yaml", "config", "-q"], check=True,
-                       timeout=30)
-
-
-def test_dockerfile_leaves_torch_alone():
-    text = (CLUSTER / "Dockerfile").read_text()
     torch, = re.findall(r"^torch==(.*)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.M)
     assert f"ARG TORCH={torch}\n" in text and "grep -v '^torch[=<>]'" in text
     assert "-c /tmp/constraints.txt" in text
