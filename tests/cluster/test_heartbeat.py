@@ -55,28 +55,27 @@ def eventually(condition):
 
 # ------------------------------------------------------------------------------------------------------ join
 
-def join(monkeypatch, **env):
-    """A process of a new run."""
+def join(monkeypatch, given: str, port=1):
+    """A process of a new run, with these variables."""
     monkeypatch.setattr(heartbeat, "_joins", itertools.count())
-    for name, value in ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"} | env).items():
-        monkeypatch.setenv(name, str(value))
-    return heartbeat.join(1)
+    for variable in f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {given}".split():
+        monkeypatch.setenv(*variable.split("="))
+    return heartbeat.join(0.3)
 
 
-@pytest.mark.parametrize("env, named", [
-    ({"WORLD_SIZE": ""}, "WORLD_SIZE"), ({"RANK": ""}, "`unset RANK WORLD_SIZE`"),
-    ({"RANK": "a"}, "RANK is not a"), ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE"),
-    ({"MASTER_ADDR": ""}, "MASTER_ADDR"), ({"RANK": 2}, "RANK=2"),
-    ({"WORLD_SIZE": 1, "MASTER_PORT": 65536}, "=65536"), ({"MASTER_PORT": 0}, "MASTER_PORT=0")])
-def test_variables_that_join_no_run_are_refused(monkeypatch, env, named):
+@pytest.mark.parametrize("given, named", [
+    ("WORLD_SIZE=", "WORLD_SIZE"), ("RANK=", "`unset RANK WORLD_SIZE`"), ("RANK=a", "RANK is not a"),
+    ("LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE"), ("MASTER_ADDR=", "MASTER_ADDR"), ("RANK=2", "RANK=2"),
+    ("WORLD_SIZE=1 MASTER_PORT=65536", "=65536"), ("MASTER_PORT=0", "MASTER_PORT=0")])
+def test_variables_that_join_no_run_are_refused(monkeypatch, given, named):
     with pytest.raises(UserError, match=named):
-        join(monkeypatch, **{"MASTER_PORT": 1} | env)
+        join(monkeypatch, given)
 
 
 def test_a_single_process_has_no_heartbeat(monkeypatch):
     """Any free port will do. Empty variables, as a .env file of Docker passes them, count as absent."""
-    empty = dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "")
-    rank, size, store, beat = join(monkeypatch, WORLD_SIZE=1, MASTER_PORT=0, **empty)
+    given = "WORLD_SIZE=1 MASTER_PORT=0 LOCAL_RANK= LOCAL_WORLD_SIZE= GROUP_WORLD_SIZE="
+    rank, size, store, beat = join(monkeypatch, given)
     assert (rank, size, beat) == (0, 1, None) and store.add("a", 2) == 2
 
 
@@ -84,32 +83,31 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(RunError, match=f"127.0.0.1:{port} is in use"):
-            join(monkeypatch, MASTER_PORT=port)
-    with pytest.raises(RunError, match=f"rank 1 .* 127.0.0.1:{port} within 1 s"):
-        join(monkeypatch, RANK=1, MASTER_PORT=port)
+            join(monkeypatch, "", port)
+    with pytest.raises(RunError, match=f"rank 1 .* 127.0.0.1:{port} within 0.3 s"):
+        join(monkeypatch, "RANK=1", port)
 
 
-@pytest.mark.parametrize("env, last, address", [
-    ({}, True, ""), ({"GROUP_RANK": 0}, True, ""), ({"GROUP_RANK": 1}, False, ""),
-    ({"LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}, False, None),
-    ({"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_USE_AGENT_STORE": ""}, True, None)])
-def test_the_process_or_machine_that_hosts_the_store_leaves_last(monkeypatch, store, env, last, address):
+@pytest.mark.parametrize("given, last, address", [
+    ("", True, ""), ("GROUP_RANK=0", True, ""), ("GROUP_RANK=1", False, ""),
+    ("LOCAL_WORLD_SIZE=2 GROUP_RANK=0", False, None),
+    ("LOCAL_WORLD_SIZE=2 TORCHELASTIC_USE_AGENT_STORE=", True, None)])
+def test_the_process_or_machine_that_hosts_the_store_leaves_last(monkeypatch, store, given, last, address):
     """An address that is a loopback leads to no other machine."""
-    beat = join(monkeypatch, **{"MASTER_PORT": store.port} | env)[3]
+    beat = join(monkeypatch, given, store.port)[3]
     assert (beat.leaves_last, beat.address) == (last, address)
     beat.leaves_last = False
     beat.stop("")
 
 
-@pytest.mark.parametrize("run_id, named", [
-    ({}, "RANK=0"), ({"TORCHELASTIC_RUN_ID": "r"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")])
-def test_a_rank_is_given_once(monkeypatch, store, run_id, named):
+@pytest.mark.parametrize("given, named", [
+    ("", "RANK=0"), ("TORCHELASTIC_RUN_ID=r", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")])
+def test_a_rank_is_given_once(monkeypatch, store, given, named):
     """With elastic torchrun it may be a rank of before, in the store that it shares."""
-    env = {"MASTER_PORT": store.port} | run_id
     dist.PrefixStore("attempt 0, 0", store).add("rank 0", 1)
     with pytest.raises(UserError, match=named):
-        join(monkeypatch, **env)
-    join(monkeypatch, TORCHELASTIC_RESTART_COUNT=1, **env)[3].stop("")
+        join(monkeypatch, given, store.port)
+    join(monkeypatch, f"TORCHELASTIC_RESTART_COUNT=1 {given}", store.port)[3].stop("")
 
 
 # -------------------------------------------------------------------------------------------------- together
@@ -215,9 +213,9 @@ def test_a_loop_without_collectives_notices_a_silent_rank(beating):
     Heartbeat.PATIENCE = 0.1  # seconds between looks; the fixture restores it
     assert first.watch(lambda: time.sleep(0.8) or 7) == 7
     be_lost(second)
-    for wait in first.watch, first.run_and_wait:
+    for wait in lambda: first.watch(lambda: time.sleep(3)), lambda: first.run_and_wait(int):
         with pytest.raises(RunError, match="^rank 1 on node0 .*stopped"):
-            wait(lambda: time.sleep(1))
+            wait()
     first.cause = "boom"
     with pytest.raises(RunError, match="^boom$"):
         first.raise_if_lost()

@@ -1,12 +1,9 @@
 """loggers/command.py, show_runs: runs beside each other, `python monitor.py A B …`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from cli.errors import UserError
 from loggers.command import main
@@ -71,10 +68,3 @@ def test_what_cannot_be_compared_is_left_out(runs, compared, capsys):
     for names in (("one", "nowhere"), ("other", "notes.txt"), ("other",)):
         with pytest.raises(UserError, match="nowhere|none|other"):
             main(names)
-
-
-@pytest.mark.full
-def test_comparing_needs_no_torch(runs):
-    code = ("import sys; from loggers.command import main; main(sys.argv[1:]); "
-            "sys.exit('torch' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code, *runs], env={"PYTHONPATH": ROOT}, timeout=60).returncode == 0

@@ -99,7 +99,7 @@ def test_bare_torchrun_where_the_own_name_is_127_0_1_1(lab, shards, master):
                     f"--master-addr={master}", f"--master-port={PORT}"]
         processes.append(lab.start(node, ["unshare", "-um", "bash", "-c", script, "bash", *torchrun,
                                           ROOT / GPT2.script, *GPT2.flags(shards, "run")]))
-    for code, text in [lab.wait(process, 90) for process in processes]:
+    for code, text in [lab.wait(process, 200) for process in processes]:
         assert code == 0 and "training complete: 2 steps" in text, text
 
 
