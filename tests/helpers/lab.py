@@ -1,15 +1,13 @@
-"""PCs on a gigabit switch, as network namespaces of this machine: for test_lab.py and bench/lab.py.
+"""PCs on a gigabit switch, as network namespaces of this machine: for tests/whole_runs and bench/lab.py.
 
     with Lab(5) as lab:
-        processes = lab.torchrun([1] * 5, "train_gpt2.py", "--steps", 20)
+        processes = lab.by_hand(5, "train_gpt2.py", "--steps", 20)
         lab.plug(3, False)
         done = [lab.wait(process, 60) for process in processes]
 
 Node i has the address 192.168.50.(20+i) on its eth0 and a directory of its own, in which its commands run. A
 namespace more holds the switch, so nothing of the machine's own network is touched, and labs that run at the
 same time do not see each other. Needs root and iproute2, else Unavailable says what is missing.
-
-Run as a script this file is a small program for the tests, which loses a rank: see `main`.
 """
 
 import contextlib
@@ -110,13 +108,6 @@ class Lab:
         self.processes.append(process)
         return process
 
-    def torchrun(self, ranks: list[int], script, *arguments, **env) -> list[subprocess.Popen]:
-        """Starts torchrun on the first len(ranks) nodes, with that many processes on each."""
-        return [self.start(node, [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(ranks)}",
-                                  f"--node-rank={node}", f"--nproc-per-node={n}", f"--master-addr={MASTER}",
-                                  f"--master-port={PORT}", ROOT / script, *arguments], **env)
-                for node, n in enumerate(ranks)]
-
     def by_hand(self, count: int, script, *arguments, **env) -> list[subprocess.Popen]:
         """Starts a script once on each of the first nodes without torchrun, which is faster."""
         return [self.start(node, [sys.executable, ROOT / script, *arguments], **{
@@ -166,34 +157,3 @@ def remove_leftovers() -> None:
         if match and not Path("/proc", match[1]).exists():
             with contextlib.suppress(Unavailable):  # another test run removes it at this moment
                 remove(namespace.name)
-
-
-def main() -> None:
-    """lab.py WHAT RANK TIMEOUT: all-reduces until WHAT happens to RANK: none, raise, SIGKILL, SIGSTOP, or
-    `run_and_wait`, SIGSTOP while the others wait without a collective."""
-    import torch
-    import torch.distributed as dist
-
-    import ddp_utils
-    what, victim, timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    world = ddp_utils.init("gloo", "cpu", timeout)
-
-    def happen():
-        if world.rank == victim and what != "none":
-            print("now it happens", flush=True)
-            if what == "raise":
-                torch.zeros(2) @ torch.zeros(3)  # RuntimeError, as a broken connection is
-            os.kill(os.getpid(), signal.SIGKILL if what == "SIGKILL" else signal.SIGSTOP)
-
-    for step in range(10):
-        labels = dist.all_reduce(torch.ones(()), async_op=True)  # as in the trainers, another is under way:
-        time.sleep(0.02)  # the first to time out, so that the error of the second does not name gloo
-        ddp_utils.reduce_sum([step], world)
-        labels.wait()
-        if step == 5:
-            ddp_utils.run_and_wait(happen) if what == "run_and_wait" else happen()
-
-
-if __name__ == "__main__":
-    import ddp_utils
-    ddp_utils.launch(main)

@@ -12,4 +12,4 @@ if __name__ == "__main__":
                    "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.chdir(json.loads(directories)[int(os.environ["RANK"])])
     sys.argv = [script, *flags]
-    runpy.run_path(str(Path(__file__).parents[1] / script), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / script), run_name="__main__")
