@@ -5,7 +5,7 @@
 
 Each micro-batch stands for another process, in the trainers' order, so --grad-accum has to be a multiple of
 the number of processes. Gradients are packed, added up and applied as `Late` does it on that many processes.
-The results are the same bits, with one thread each (tests/test_late.py).
+The results are the same bits, with one thread each (tests/cluster/test_late.py).
 """
 
 import importlib

@@ -120,7 +120,7 @@ class Trainer:
 
     def here(self, *arguments) -> Finished:
         """What `python train_….py` does, in this process, but for the picture: drawing it takes a third of
-        the time. test_monitor.py draws, and so do the runs that are started by a command.
+        the time. test_picture.py draws, and so do the runs that are started by a command.
         """
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         text, code = io.StringIO(), 0
