@@ -142,8 +142,8 @@ def test_what_other_parameters_were_sent_for_begins_anew(world):
 def test_whole_runs(tmp_path, shards):
     """A run resumes bit for bit, for which each tensor that is saved is needed. Saves and evaluations change
     nothing, though they wait for the exchange. A gradient that is not finite on one rank is skipped late on
-    all. Another number of processes, or late from a certain step on, goes on. One process that imitates two,
-    as bench/late.py does, has the bits of two.
+    all. Another number of processes, or late from a certain step on, goes on. One process that imitates
+    three, as bench/late.py does, has the bits of three (two would hide a rounding).
     """
     late = LATE | {"ema": 0.9, "grad_clip": 0.1, "batch": 2}
     runs = {"run": late, "often": late | {"save_every": 1, "eval_every": 3, "log_every": 4},
@@ -154,20 +154,19 @@ def test_whole_runs(tmp_path, shards):
     for name in broken:
         copy_of_the_first_half(tmp_path / "run", tmp_path / name)
     run_all(2, shards, tmp_path, [("gpt2", name, late, sabotage) for name, sabotage in broken.items()])
-    run_all(3, shards, tmp_path, [
+    run_all(3, shards, tmp_path, [("gpt2", "three", late), *(
         ("gpt2", f"to-{name}", late | {"batch": None, "resume": first_checkpoint(tmp_path / name)})
-        for name in ("run", "fp32")])
+        for name in ("run", "fp32"))])
     trainer = TRAINERS["gpt2"]
-    done = fork(0, "bench/late.py", 2, trainer.script, *trainer.flags(shards, tmp_path / "one", **late))
+    done = fork(0, "bench/late.py", 3, trainer.script, *trainer.flags(shards, tmp_path / "one", **late))
     assert done.code == 0, done.out
 
     assert_same_run(tmp_path / "run", tmp_path / "again")
     for name in ("gradient", "moved"):
         with pytest.raises(AssertionError):
             assert_same_run(tmp_path / "run", tmp_path / name)
-    ours = tensors_of(tmp_path / "run")
-    for name in ("often", "one"):
-        theirs = tensors_of(tmp_path / name)
+    for ours, theirs in (("run", "often"), ("three", "one")):
+        ours, theirs = tensors_of(tmp_path / ours), tensors_of(tmp_path / theirs)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     logs = {out.name: {r["step"]: r for r in steps_of(out)} for out in tmp_path.iterdir()}
     run, fp32, to_late = (logs[name] for name in ("run", "fp32", "to-fp32"))
