@@ -717,6 +717,9 @@ def test_a_branch_without_a_checkpoint_begins_again_from_what_it_left(tmp_path, 
     alone = GPT2.here("--out", out)
     assert alone.code == 2, alone.out
     assert command_in(alone.out) == [GPT2.script, *GPT2.flags(shards, out, **flags)]
+    other = GPT2.train(0, shards, out, **flags, lr=0.5)
+    assert other.code == 2 and command_in(other.out) == command_in(alone.out), other.out
+    assert "--resume none" not in other.out or flag == "init_from"  # that would not branch off
     again = GPT2.here(*command_in(alone.out)[1:])
     assert again.code == 0 and ("resuming after step 4" in again.out) == (flag == "resume"), again.out
     assert_same_run(branch, out)
