@@ -206,9 +206,12 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
         on_rank0(refuse_unlike_begun_run, out, args, trainer.name, command.given)
     if args.resume != "auto":  # the directory depends on the flags in the checkpoint
         out = run_directory(args, trainer.stem)
-        if saved and (later := later_of_branch(out, saved, args)):
-            saved = later
-            args = resolve(saved)
+        if saved and not uses_model(args) and not on_rank0(is_in, saved, out):  # a branch
+            if on_rank0(list_checkpoints, out):
+                saved = newest_of_branch(out, saved, args)
+                args = resolve(saved)
+            else:
+                on_rank0(refuse_unlike_begun_run, out, args, trainer.name, command.given)
     assert_same("the precision", str(compute_dtype(args.precision, world.device)),
                 "give --precision fp32 or bf16, because auto depends on the processor")
     refuse_together(args, world)
@@ -227,8 +230,8 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
 
 
 def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dict):
-    """Raises UserError if a new run would overwrite something of an earlier one, or if a run without a
-    checkpoint was begun there with other flags than `given`. Batches and the kind NEW don't count.
+    """Raises UserError if a new run would overwrite something of an earlier one, or if a run or a branch
+    without a checkpoint was begun there with other flags than `given`. Batches and the kind NEW don't count.
     """
     if any(out.glob("checkpoints/step_*.pt")):  # with --resume none; Checkpoints.load refuses that
         return
@@ -246,24 +249,23 @@ def refuse_unlike_begun_run(out: Path, args: Namespace, trainer: str, given: dic
              if name not in NEW + PLANNED or name in RECORDED and value not in ("auto", "none")}
             for flags in (config["given"], json.loads(to_json(given))))
         if earlier != now or config["settings"]["trainer"] != trainer:
-            command = [*config["commands"]] or ["see config.json"]  # none in a notebook
+            command = config["commands"] or ["see config.json"]  # none in a notebook
             raise UserError(f"{out} was begun by another command and has no checkpoint yet: give another "
-                            f"--out, --resume none to start over, or that command again: {command[-1]}")
+                            f"--out{', --resume none to start over' if args.resume == 'auto' else ''}, "
+                            f"or that command again: {command[-1]}")
         say(f"{out} has no checkpoint yet: starting over")
 
 
-def later_of_branch(out: Path, saved: dict, args: Namespace) -> dict | None:
-    """The checkpoint to resume from if --resume branches off from `saved` into a directory that already has
-    later checkpoints of this branch, or None. Raises UserError if they belong to another run.
+def newest_of_branch(out: Path, saved: dict, args: Namespace) -> dict:
+    """The checkpoint to resume from if --resume branches off from `saved`: a later one of this branch if the
+    directory has one, else `saved`. Raises UserError if it has those of another run.
     """
-    if uses_model(args) or on_rank0(lambda: is_in(saved, out) or not list_checkpoints(out)):
-        return None
     newest = load_checkpoint(out, print)
     settings = newest["settings"]
     if settings["began"] != saved["settings"]["began"]:
         raise UserError(f"{out} holds a different run than {args.resume}: give another --out, or leave out "
                         f"--resume to go on with the run in {out}.")
-    return newest if settings.get("resume") == args.resume and newest["step"] > saved["step"] else None
+    return newest if settings["resume"] == args.resume and newest["step"] > saved["step"] else saved
 
 
 def load_data(run: Run, **more) -> Dataset:

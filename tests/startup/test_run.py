@@ -286,7 +286,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_its_command(flag, tmp_path
     assert GPT2.here(*flags).code == 0 and passes == [1]
     out.rename(whole)
     killed_before_a_checkpoint(whole, out)
-    for words in ([], *([[*flags, "--lr", "1"]] if flag == "init_from" else [])):
+    for words in ([], [*flags, "--lr", "1"]):
         done = GPT2.here(*words, "--out", out)
         again = shlex.split(done.out.rpartition(": ")[2])
         assert done.code == 2 and again == ["python", GPT2.script, *flags], done.out
