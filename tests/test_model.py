@@ -4,6 +4,7 @@ each check is shown to fail when the thing is broken on purpose. Then optimizers
 
 import shutil
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tiny_models import (
     differing,
     documents,
     each_model,
+    gpt2,
     gradients,
     hrm,
     largest_error,
@@ -33,6 +35,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from train_recurrent import Recurrent
 
 import model
 import train_gpt2
@@ -53,6 +56,7 @@ from model import (
     make_optimizers,
     num_params,
 )
+from weights.sampling import KVCache, generate
 
 MODES = ("block", "selective")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -139,18 +143,99 @@ def test_gradients_of_a_bfloat16_pass_are_float32_and_close(build):
         assert not shared or not torch.equal(found, found.bfloat16().float()), name
 
 
-@pytest.mark.parametrize("name", ["hrm", "gpt2", "modern"])
-def test_a_causal_loss_is_the_cross_entropy_of_its_logits(name):
-    lm, idx = BUILDS[name](), tokens(length=SEQ_LEN + 1)
-    x, y = idx[:, :-1], idx[:, 1:]
-    logits = lm(x)
-    assert logits.shape == (2, SEQ_LEN, VOCAB)
-    plain, sums = lm(x, y)
-    assert largest_error(plain, F.cross_entropy(logits.mT, y, reduction="none").sum()) <= 1e-3
-    lm.z_loss = 1e-2
-    more, same = lm(x, y)
-    assert largest_error(more, plain + 1e-2 * logits.logsumexp(-1).square().sum()) <= 1e-3
-    assert torch.equal(sums["loss"], same["loss"]) and not same["loss"].requires_grad
+def built(model_class, **config):
+    """A causal model as it is initialized, of rows of pairs. It has those of the fields that it knows."""
+    torch.manual_seed(0)
+    config = SHAPE | {"ff": 48, "width": 16, "start": 57, "response": 58} | config
+    known = {f.name for f in fields(model_class.Config)} & config.keys()
+    return model_class(model_class.Config(**{key: config[key] for key in known}))
+
+
+def own_logits(model_class):
+    """Capped, with another best id, and with a parameter of their own, a power of two."""
+    class Own(model_class):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gain = nn.Parameter(torch.tensor([2.0]))
+
+        def logits(self, hidden):
+            some = super().logits(hidden) * self.gain.to(hidden.dtype)
+            return 3 * torch.tanh((some + torch.arange(VOCAB) / 30) / 3)
+
+    return Own
+
+
+@pytest.mark.parametrize("model_class, z_loss, training", [
+    (GPT2, 0.1, False), (HRM, 0.1, True), (own_logits(GPT2), 0.1, True), (own_logits(GPT2), 0.0, False),
+    (own_logits(HRM), 0.1, False), (own_logits(HRM), 0.0, True), (own_logits(Recurrent), 0.1, True)])
+def test_losses_are_of_the_logits_that_write(model_class, z_loss, training):
+    """Value, gradients, losses of tokens and exact answers, in float32."""
+    lm = built(model_class, halt=True, modern=True).train(training)
+    lm.z_loss = z_loss
+    idx = torch.randint(57, (4, SEQ_LEN))
+    idx[:, 0], idx[:, 5] = 57, 58
+    logits = lm(idx)
+    assert logits.shape == (4, SEQ_LEN, VOCAB)
+    labels = logits.argmax(-1)  # of the first row: the others have a mistake in their response
+    labels[1:, 9] = 7
+    labels[:, :5] = -1
+    losses = F.cross_entropy(logits.mT, labels, ignore_index=-1, reduction="none")
+    wanted = losses + z_loss * logits.logsumexp(-1).square() * (labels >= 0)
+    objective, sums = lm(idx, labels)
+    one_by_one, same = lm(idx, labels, per_token=True)
+    torch.testing.assert_close(one_by_one, wanted)
+    torch.testing.assert_close(objective, wanted.sum())
+    assert sums["loss"] == pytest.approx(losses.sum().item()) == same["loss"].item()
+    assert training or (sums["samples"], sums["exact"]) == (4, 1)
+    expected, *found = (torch.autograd.grad(loss, [*lm.parameters()], retain_graph=True, allow_unused=True)
+                        for loss in (wanted.sum(), objective, one_by_one.sum()))
+    for some in found:
+        torch.testing.assert_close(some, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_only_own_logits_are_called_by_the_loss():
+    lm, idx = gpt2(), tokens()
+    assert lm.own_logits is hrm().own_logits is None
+    lm.logits = lambda hidden: GPT2.logits(lm, hidden) / 2  # as a trainer may write
+    wanted = F.cross_entropy(lm(idx).mT, idx, reduction="sum")
+    assert largest_error(lm(idx, idx)[1]["loss"], wanted) < 1e-5 * wanted
+
+
+def test_own_logits_take_no_memory_and_draw_the_same_again():
+    """As many rows as two chunks have; those that are dropped are the same in the backward pass."""
+    class Dropped(GPT2):
+        def logits(self, hidden):
+            return super().logits(F.dropout(hidden, 0.5, self.training))
+
+    lm, idx, kept = built(Dropped, seq_len=512), tokens(length=512), []
+    x = lm.hidden(idx).detach()
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        objective, _ = lm.loss(x, idx, idx)
+    assert max(kept, default=0) < 512 * VOCAB
+    torch.manual_seed(1)
+    wanted = F.cross_entropy(torch.stack([lm.logits(row) for row in x]).mT, idx, reduction="sum")
+    torch.testing.assert_close(objective, wanted)
+    a, b = (torch.autograd.grad(loss, lm.head_weight)[0] for loss in (objective, wanted))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", [GPT2, HRM])
+def test_an_own_loss_is_that_of_tokens_too(base):
+    class Half(base):
+        def loss(self, hidden, *args, **more):
+            return super().loss(0.5 * hidden, *args, **more)
+
+    class Whole(base):
+        def loss(self, hidden, idx, targets):
+            return super().loss(hidden, idx, targets)
+
+    half, whole, idx = built(Half, halt=True), built(Whole, halt=True), tokens()
+    losses, _ = half(idx, idx, per_token=True)
+    torch.testing.assert_close(losses.sum(), half(idx, idx)[0])
+    assert losses.sum() != whole(idx, idx)[0]
+    with pytest.raises(TypeError, match="reduction"):
+        whole(idx, idx, per_token=True)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -371,6 +456,103 @@ def test_more_cycles_in_evaluation_than_in_training():
     for lm in (deep, plain, other):
         lm.eval()
     assert torch.equal(deep(x), plain(x)) and torch.equal(other(x, cycles=5), plain(x))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Decoding with a cache
+
+every_kind = pytest.mark.parametrize("name, config", [
+    ("hrm", {}), ("hrm", {"inject_input": True, "qk_norm": True}), ("hrm", {"depth": 2}),
+    ("hrm", {"halt": True}), ("hrm", {"h_cycles": 1, "l_cycles": 2}), ("gpt2", {}), ("modern", {})], ids=str)
+
+
+def ids_of(lm, prompt: torch.Tensor, count: int, **settings) -> torch.Tensor:
+    return torch.stack([*generate(lm, prompt, count, **settings)], dim=1)
+
+
+@torch.no_grad()
+@every_kind
+def test_decoding_with_the_cache_equals_the_full_pass(name, config):
+    lm, idx = BUILDS[name](**config).eval(), tokens(batch=3)
+    full = lm(idx)
+    for prompt in (1, 6):
+        cache = KVCache(SEQ_LEN)
+        for end, part in enumerate([idx[:, :prompt], *idx[:, prompt:].split(1, dim=1)], prompt):
+            logits = lm.decode(part, cache)
+            assert cache.length == end and largest_error(logits, full[:, end - 1]) <= 1e-5
+    # control: slots that are exchanged are noticed
+    cache.length -= 1
+    cache.memory[0], cache.memory[1] = cache.memory[1], cache.memory[0]
+    assert largest_error(lm.decode(idx[:, -1:], cache), full[:, -1]) > 1e-5
+
+
+@torch.no_grad()
+@every_kind
+def test_greedy_ids_are_those_of_whole_passes(name, config):
+    """Also past the end of the context, where the later half is read again. Dropout plays no part."""
+    lm = BUILDS[name](dropout=0.5, **config).eval()
+    if name != "hrm":
+        lm.head_weight.mul_(5)  # so that it does not only repeat the same token
+    if name == "gpt2":
+        lm.norm.bias.zero_()
+    idx = context = tokens(length=5)
+    for _ in range(2 * SEQ_LEN):
+        if context.size(1) > SEQ_LEN:
+            context = context[:, -(SEQ_LEN // 2):]
+        new = lm(context)[:, -1].argmax(-1, keepdim=True)
+        idx, context = torch.cat((idx, new), 1), torch.cat((context, new), 1)
+    written = ids_of(lm.train(), tokens(length=5), 2 * SEQ_LEN, temperature=0)
+    assert len(written.unique()) > 3 and lm.training
+    assert torch.equal(written, idx[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "modern"])
+def test_a_cache_that_was_rewound_gives_the_same_bits(name):
+    """As for drafts, of which a part is not taken."""
+    lm, idx, cache = BUILDS[name]().eval(), tokens(), KVCache(SEQ_LEN)
+
+    def decoded(begin: int, *ends: int) -> list:
+        found = []
+        for end in ends:
+            found.append(lm.decode(idx[:, begin:end], cache))
+            begin = end
+        return found
+
+    first = decoded(0, 4, 5, 6, 7, 8)
+    for n, same in ((6, True), (5, False)):  # the control is another place
+        cache.rewind(6)
+        lm.decode(idx[:, 9:10], cache)  # a draft
+        cache.rewind(n)
+        assert all(map(torch.equal, decoded(6, 7, 8), first[3:])) == same
+    cache.rewind(0)
+    assert all(map(torch.equal, decoded(0, 4, 5, 6, 7, 8), first))
+
+
+@torch.no_grad()
+def test_what_a_cache_refuses():
+    """Several tokens when it is filled, because is_causal aligns queries with the first keys. To rewind a
+    recurrent state.
+    """
+    idx, cache = tokens(), KVCache(SEQ_LEN)
+    gpt2().decode(idx[:, :4], cache)
+    with pytest.raises(AssertionError):
+        gpt2().decode(idx[:, 4:6], cache)
+    lm, cache = built(Recurrent), KVCache(SEQ_LEN)
+    first = lm.decode(idx[:, :4], cache)
+    with pytest.raises(AssertionError, match="recurrent"):
+        cache.rewind(3)
+    cache.rewind(0)
+    assert torch.equal(lm.decode(idx[:, :4], cache), first)
+
+
+@torch.no_grad()
+def test_the_stop_id_stops_a_single_sequence():
+    lm, prompt = hrm(), tokens(batch=1, length=3)
+    free = ids_of(lm, prompt, 10, seed=2)[0].tolist()
+    settings = {"seed": 2, "stop": free[4]}
+    assert ids_of(lm, prompt, 10, **settings)[0].tolist() == free[:free.index(free[4]) + 1]
+    assert ids_of(lm, prompt.repeat(2, 1), 10, **settings).size(1) == 10  # a batch goes on
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, blocks_of
-from weights.huggingface import to_hf
+from vocab.tokenizer import load_tokenizer
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 EOT, WINDOW = 0, 6  # of the MLM; three tokens to either side
@@ -45,11 +45,11 @@ def mlm(checkpointing: str = "none", dtype=torch.float32, **config) -> MLM:
 
 
 @torch.no_grad()
-def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomize(model: nn.Module, seed: int = 0, std: float = 0.2) -> nn.Module:
     """Gives a model weights that make every tensor count: zeros and ones would hide one that is lost."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
-        p.normal_(std=0.2, generator=generator)
+        p.normal_(std=std, generator=generator)
         if name.endswith("weight") and ("norm" in name or ".ln_" in name):
             p.add_(1.0)
     return model
@@ -114,36 +114,21 @@ def largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
 # -----------------------------------------------------------------------------------------------------------
 # Models that other programs read
 
-
-FIELDS = {"n_head": (1, 2, 3), "width": (4, 8, 16), "n_layer": (1, 2, 3), "seq_len": (16, 24),
-          "norm_eps": (1e-5, 1e-3)}
-THEIRS = {HRM: {"ff": (24, 40), "h_cycles": (1, 2, 3), "l_cycles": (1, 2, 3), "rope_theta": (500.0, 10000.0),
-                "embed_scale": (None, 3.0)},
-          GPT2: {"dropout": (0.0, 0.1)},
-          MLM: {"dropout": (0.0, 0.1), "seq_len": (40,), "n_layer": (3, 4, 5), "ff": (24, 40),
-                "window": (4, 7, 10), "global_every": (1, 2, 3), "global_theta": (500.0, 160000.0),
-                "local_theta": (100.0, 10000.0)}}
+WORDS = load_tokenizer("bytes")  # 257 ids, in a table of 320 rows; [MASK] is 257
+TEXT = "the cat sat on the mat, and the cat — über alles — sat on 12 mats.\n"
+TALL = 80
 
 
-def random_shape(family: type, seed: int) -> dict:
-    pick = random.Random(seed)
-    shape = {field: pick.choice(values) for field, values in (FIELDS | THEIRS[family]).items()}
-    return shape | {"d_model": shape["n_head"] * shape.pop("width")}
-
-
-def tiny(family: type, seed: int, **changes):
-    """A model of a random shape for the tokenizer `bytes`, whose 257 ids are in a table of 320 rows."""
-    ids = {"vocab_size": 257, "padded_vocab": 320}
-    if family is MLM:
-        ids |= {"vocab_size": 258, "eot": 256}
-    return {HRM: hrm, GPT2: gpt2, MLM: mlm}[family](**ids | random_shape(family, seed) | changes)
-
-
-def export(model, tokenizer, directory):
-    to_hf(model.eval(), directory, tokenizer)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", minversion="5.23")
+def made(name: str, seed: int = 0, **changes) -> nn.Module:
+    """A model of random shape and weights. In a TALL one, another tensor has as many rows as the table."""
+    pick = random.Random(seed).choice
+    n_head, width, ff = (5, 16, 160) if seed == TALL else (pick((2, 3)), pick((8, 16)), pick((24, 40)))
+    shape = {"vocab_size": 257, "padded_vocab": 320, "n_head": n_head, "d_model": n_head * width,
+             "n_layer": pick((2, 3)), "norm_eps": pick((1e-6, 1e-3))}
+    shape |= {"gpt2": {"dropout": 0.2}, "modern": {},
+              "hrm": {"ff": ff, "h_cycles": pick((1, 2)), "l_cycles": pick((1, 2, 3)),
+                      "rope_theta": pick((500.0, 10000.0)), "embed_scale": pick((None, 3.0))},
+              "mlm": {"ff": ff, "dropout": 0.1, "window": pick((4, 7)), "eot": 256, "vocab_size": 258,
+                      "global_every": pick((2, 3)), "global_theta": 500.0, "local_theta": 100.0}}[name]
+    model = BUILDS[name](**shape | changes)
+    return randomize(model, seed, model.config.d_model ** -0.5).eval()

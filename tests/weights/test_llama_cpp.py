@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import SHARED
-from test_huggingface import TEXT, made
+from tiny_models import TEXT, made
 
 from cli.errors import UserError
 from model import num_params, pad_vocab

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from test_huggingface import WORDS, made
+from tiny_models import WORDS, made
 from torch import nn
 
 import model as models
