@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from conftest import SHARED, place
+from conftest import place
 
 import data
-from startup import dry_run
 from vocab import bpe
-from vocab.tokenizer import load_tokenizer
 
 T = 96
 
@@ -91,11 +89,3 @@ def test_validation_masks_are_frozen_and_count_each_row_once(shards):
                      for b in data.validation_batches(val, 4, place(rank, world_size), masker=masker)
                      for row in b[2].tolist() if max(row) >= 0) for world_size in (1, 3)]
     assert labels[0] == labels[1] and len(labels[0]) == val.rows
-
-
-@pytest.mark.skipif(not (SHARED / "tiktoken").exists(), reason="no vocabulary of gpt2")
-def test_gpt2_has_room_for_the_mask(monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
-    tokenizer = load_tokenizer("gpt2")
-    assert (tokenizer.vocab_size, tokenizer.mask) == (50257, 50257)
-    assert tokenizer.num_ids == dry_run.expected_ids("text:x", "gpt2") == 50258
