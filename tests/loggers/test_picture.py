@@ -2,12 +2,10 @@
 
 import json
 import os
-import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import finish, start
-from test_monitor import begun, block, command, record
+from logs import begun, block, clock, command, record, write_records
 
 from cli.files import write_atomically
 from loggers import picture
@@ -33,14 +31,13 @@ def test_a_picture_has_the_curves_of_a_record(tmp_path, monkeypatch):
 
 def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
     """Unless these come so fast that it would take more than 5 % of the time."""
-    now, drawn = [0.0], []
+    now, drawn = clock(monkeypatch), []
 
     def draw(name, records, path):
         assert name == tmp_path.name
         drawn.append(records[-1]["step"])
         now[0] += 1.0
 
-    monkeypatch.setattr(picture, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(picture, "draw_curves", draw)
     log = begun(tmp_path, 0, History)
     for step in range(100, 700, 100):
@@ -56,7 +53,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 
 def test_the_command_and_a_run_draw_at_the_same_time(tmp_path, capsys, monkeypatch):
     """Neither takes the other's file. Without a picture, too, the line is printed."""
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
+    write_records(tmp_path, record(1), record(2))
     real, image = os.fsync, tmp_path / "training_history.png"
 
     def fsync(descriptor):
@@ -78,7 +75,7 @@ def test_the_command_and_a_run_draw_at_the_same_time(tmp_path, capsys, monkeypat
 
 def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     """In a process of its own, as with !torchrun, where matplotlib is not imported yet."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    write_records(tmp_path, record(1))
     backend = "module://matplotlib_inline.backend_inline"
     code = ("import os, sys; from loggers.command import main; main(sys.argv[1:]); "
             "print(os.environ['MPLBACKEND'], 'matplotlib' in sys.modules)")
@@ -87,15 +84,10 @@ def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     assert (tmp_path / "training_history.png").exists()
 
 
-@pytest.mark.parametrize("broken", [None, "SystemExit"])
-def test_without_matplotlib_the_lists_are_written(tmp_path, monkeypatch, capsys, broken):
-    block(monkeypatch, "matplotlib")
-    why = "pip install matplotlib"
-    if broken:
-        monkeypatch.delitem(sys.modules, "matplotlib")
-        (tmp_path / "matplotlib.py").write_text("raise SystemExit('made up')")
-        monkeypatch.syspath_prepend(tmp_path)
-        why = "made up"
+@pytest.mark.parametrize("code, why", [
+    (None, "pip install matplotlib"), ("raise SystemExit('gone')", "gone")])
+def test_without_matplotlib_the_lists_are_written(tmp_path, monkeypatch, capsys, code, why):
+    block(monkeypatch, "matplotlib", code and tmp_path, code)
     log = begun(tmp_path, 0, History)
     log.write(record(1, val_loss=4.0), "")
     log.close()

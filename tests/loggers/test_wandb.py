@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from logs import begun, record, steps_in
 from processes import fork
 from runs import Trainer
-from test_monitor import begun, record, steps_in
 
 import monitor
 from cli.errors import UserError
