@@ -46,21 +46,22 @@ def test_a_reading_is_lines_or_json(capsys, monkeypatch):
         ["5.0", "25.0", "1.0", "4.0", "0.5"], ["50.0", "1.0", "2.0", "6.0", "2.0"], ["0", "1.0", "2.0", "1"]]
 
 
+def refuse(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
 def test_gpus_by_nvml(monkeypatch):
     """Each has what it reports; one that has fallen off the bus has its number."""
-    def supported(value, *gpus):
-        return lambda gpu, *_: dict.fromkeys(gpus, value)[gpu]
-
     stub = SimpleNamespace(
-        NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 3,
-        nvmlDeviceGetHandleByIndex=[0, 1].__getitem__, nvmlDeviceGetName=["A", "B"].__getitem__,
-        nvmlDeviceGetUtilizationRates=supported(SimpleNamespace(gpu=89), 0, 1),
-        nvmlDeviceGetMemoryInfo=supported(SimpleNamespace(used=12 * GB, total=24 * GB), 0),
-        nvmlDeviceGetPowerUsage=supported(350_400, 0),  # milliwatts
-        nvmlDeviceGetTemperature=supported(65, 0, 1))
+        NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=["a"].__getitem__, nvmlDeviceGetName={"a": "A"}.get,
+        nvmlDeviceGetUtilizationRates={"a": SimpleNamespace(gpu=89)}.get,
+        nvmlDeviceGetMemoryInfo={"a": SimpleNamespace(used=12 * GB, total=24 * GB)}.get,
+        nvmlDeviceGetPowerUsage={"a": 350_400}.get,  # milliwatts
+        nvmlDeviceGetTemperature=refuse)
     monkeypatch.setitem(sys.modules, "pynvml", stub)
     assert machine.read_gpus() == [dict(zip(GPU, row)) for row in (
-        (0, "A", 89, 12 * GB, 24 * GB, 350.4, 65), (1, "B", 89, None, None, None, 65), (2, *[None] * 6))]
+        (0, "A", 89, 12 * GB, 24 * GB, 350.4, None), (1, *[None] * 6))]
     stub.nvmlInit = lambda: 1 / 0  # no driver
     assert machine.read_gpus() == []
     block(monkeypatch, "pynvml")
@@ -99,10 +100,6 @@ def test_trainers_are_told_from_their_launcher():
     for other in ("python -m torch.distributed.run train_hrm.py", "vim train_hrm.py", "", "python",
                   "/venv/python /venv/bin/torchrun --nproc_per_node=2 train_hrm.py"):
         assert not machine.is_trainer(other.split())
-
-
-def refuse(*_, **__):
-    raise PermissionError(13, "Permission denied")
 
 
 @pytest.mark.parametrize("why", ["PermissionError", "pip install psutil"])

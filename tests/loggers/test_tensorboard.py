@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from logs import begun, block, record
 
 from loggers.tensorboard import EventFile
 
-event_processing = "tensorboard.backend.event_processing"
-event_accumulator = pytest.importorskip(f"{event_processing}.event_accumulator")
-plugin_event_accumulator = pytest.importorskip(f"{event_processing}.plugin_event_accumulator")
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
 def events(log) -> EventFile:
@@ -51,8 +48,7 @@ def test_tags(tmp_path):
     assert all(points == [pytest.approx(point) for point in wanted[tag]] for tag, points in found.items())
 
 
-@pytest.mark.parametrize("killed_at", [None, 7])
-def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path, killed_at):
+def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path):
     """The last step ends the last epoch. Neither evaluations nor the time between two starts are in the
     seconds.
     """
@@ -61,7 +57,7 @@ def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path, killed_at):
         changes = {"loss": step, "tokens_per_sec": 50.0 if step < 9 else 25.0}
         log.write(record(step, **changes), "")
         log.write({"step": step, "tokens": 100 * step, "val_loss": 1.0, "time": 1.8e9}, "")
-        if step == killed_at:
+        if step == 7:  # it is killed
             log = begun(tmp_path, step - 1, events)
             log.write(record(step, **changes, time=1.9e9), "")
     log.close()
@@ -72,8 +68,8 @@ def test_the_curves_of_epochs_are_of_their_logged_steps(tmp_path, killed_at):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_an_open_tensorboard_forgets_what_is_made_again(tmp_path, monkeypatch, told):
-    """Also half a record. No file is removed or cut, and each has all points, so that TensorBoard's faster
-    reader, which a program cannot ask, shows the same.
+    """Also half a record. The newest file has all points, so that TensorBoard's faster reader, which a
+    program cannot ask, shows the same.
     """
     if not told:  # the control: TensorBoard is not told what to forget
         made = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
@@ -85,17 +81,16 @@ def test_an_open_tensorboard_forgets_what_is_made_again(tmp_path, monkeypatch, t
     log.write({"step": 8, "val_loss": 4.0}, "")
     path, = (tmp_path / "tb").iterdir()
     os.truncate(path, path.stat().st_size - 30)
-    kept = path.read_bytes()
-    reader = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tb"), {"tensors": 0})
+    reader = event_accumulator.EventAccumulator(str(tmp_path / "tb"), {"scalars": 0})
 
     def seen() -> list[int]:
-        return [event.step for event in reader.Reload().Tensors("Loss/train_step")]
+        return [event.step for event in reader.Reload().Scalars("Loss/train_step")]
 
     assert seen() == [*range(1, 9)]
     for _ in range(2):  # killed each time
         log = begun(tmp_path, 5, events)
         log.write(record(6), "")
-    assert (seen() == [*range(1, 7)]) == told and path.read_bytes() == kept
+    assert (seen() == [*range(1, 7)]) == told
     for old in sorted((tmp_path / "tb").iterdir())[:-1]:
         old.unlink()
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
@@ -116,9 +111,9 @@ def test_a_package_that_is_missing_or_broken_ends_no_run(tmp_path, monkeypatch, 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("where", ["thread", "removed", "start"])
+@pytest.mark.parametrize("where", ["thread", "start"])
 def test_what_fails_while_curves_are_written_costs_no_point(tmp_path, monkeypatch, capsys, where):
-    """A full disk, a removed directory. The next start writes all points."""
+    """A full disk. The next start writes all points."""
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -127,10 +122,7 @@ def test_what_fails_while_curves_are_written_costs_no_point(tmp_path, monkeypatc
         monkeypatch.setattr(*broken)
     log = begun(tmp_path, 0, events)
     log.write(record(1), "")
-    if where == "removed":
-        shutil.rmtree(tmp_path / "tb")
-    else:
-        monkeypatch.setattr(*broken)
+    monkeypatch.setattr(*broken)
     for step in (2, 3, 4):
         log.write(record(step), "")
     log.close()

@@ -10,7 +10,7 @@ from conftest import SHARED
 from test_huggingface import TEXT, made
 
 from cli.errors import UserError
-from model import num_params, pad_vocab
+from model import pad_vocab
 from vocab import bpe
 from vocab.tokenizer import load_tokenizer
 from weights.llama_cpp import to_gguf
@@ -32,11 +32,7 @@ params.cpuparams.n_threads = 1
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # by default half precision,
 params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as are its sums
 server = xllamacpp.Server(params)
-found = []
-for request in requests:
-    answer = server.handle_completions(request)
-    found.append(answer if isinstance(answer, dict) else json.loads(answer))
-print("ANSWERS" + json.dumps(found), flush=True)
+print("ANSWERS" + json.dumps([server.handle_completions(request) for request in requests]), flush=True)
 """
 ASKED = {"max_tokens": 9, "logprobs": 1, "temperature": 0, "cache_prompt": False}
 
@@ -65,7 +61,7 @@ def same(answer: dict, model, ids: list[int]) -> bool:
     pytest.param("gpt2", "gpt2", {}, marks=pytest.mark.full),
     pytest.param("modern", "bytes", {"n_head": 3, "d_model": 96}, marks=pytest.mark.full)])
 def test_llama_cpp_writes_the_same_text(name, tokenizer, shape, tmp_path, monkeypatch):
-    """And cuts a text as we do. A modern model has at most 1.3 times the bytes where zeros can be packed."""
+    """And cuts a text as we do."""
     if tokenizer == "gpt2" and not (SHARED / "tiktoken").is_dir():
         pytest.skip("needs the vocabulary of gpt2")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken"))
@@ -81,8 +77,6 @@ def test_llama_cpp_writes_the_same_text(name, tokenizer, shape, tmp_path, monkey
     assert all(same(answer, model, row) for answer, row in zip(answers, ids))
     model.embed.weight.data *= 1.2  # the control
     assert not same(answers[0], model, ids[0])
-    if model.config.d_model >= 64:
-        assert path.stat().st_size < 1.3 * 4 * num_params(model)
 
 
 @pytest.mark.parametrize("name, changes, named", [

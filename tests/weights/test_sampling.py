@@ -1,7 +1,6 @@
 """weights/sampling.py: what is filtered, several texts at once, and the lines of --prompt and --chat."""
 
 import io
-import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +17,7 @@ from weights.sampling import filtered, generate, sample_ids, samples_of
 TRAINED = Trainer("train_gpt2.py", steps=2, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(0.7, 20, 0.8), (1.3, 400, 0.999), (1.0, 400, 0.0)])
+@pytest.mark.parametrize("temperature, top_k, top_p", [(0.7, 20, 0.8), (1.3, 500, 0.999), (1.0, 400, 0.0)])
 def test_filtered_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     """Also where logits are equal, as those of bfloat16 often are."""
     logits = pytest.importorskip("transformers.generation.logits_process")
@@ -30,14 +29,6 @@ def test_filtered_probabilities_are_those_of_transformers(temperature, top_k, to
         ours = filtered(scores, temperature, top_k, top_p)
         assert (ours.softmax(-1) - theirs.softmax(-1)).abs().max() < 1e-6
         assert torch.equal(ours.isinf(), theirs.isinf())
-
-
-def test_the_likeliest_ids_that_reach_the_sum_stay():
-    logits = torch.tensor([[0.1, 0.5, 0.25, 0.15]]).log()
-    for top_k, top_p, kept in ((None, 0, [1]), (0, 0.6, [1, 2]), (9, 0.76, [1, 2, 3]), (0, 1, [0, 1, 2, 3]),
-                               (2, 0.6, [1]), (2, 1, [1, 2])):
-        found = filtered(logits, 1.0, top_k, top_p)[0]
-        assert (found > -math.inf).nonzero()[:, 0].tolist() == kept, (top_k, top_p)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
@@ -116,8 +107,7 @@ def test_the_model_writes_as_far_as_the_longest_text_is_read(monkeypatch):
 @pytest.fixture(scope="module")
 def run(shards, tmp_path_factory):
     out = tmp_path_factory.mktemp("sampling") / "run"
-    done = TRAINED.train(0, shards, out)
-    assert done.code == 0, done.out
+    assert TRAINED.train(0, shards, out).code == 0
     return out
 
 
