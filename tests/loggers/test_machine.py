@@ -38,12 +38,9 @@ def test_a_reading_is_lines_or_json(capsys, monkeypatch):
     monkeypatch.setattr(machine, "network_traffic", lambda: next(traffic))
     reading = json.loads(command(capsys, "--once", "--json", "--interval", "0.5")[1])
     assert (reading["received_per_sec"], reading["sent_per_sec"]) == (6 * MB, 2 * MB)
-    lines = machine.format_reading(reading | {
-        "time": "now", "cpu_percent": 5.04, "ram_percent": 25.0, "ram_used": GB, "ram_total": 4 * GB,
-        "process_ram": GB // 2, "disk_percent": 50.0, "disk_used": GB, "disk_total": 2 * GB,
-        "gpus": [dict(zip(GPU, (0, "X", None, GB, 2 * GB, 1.0, None)))]})
-    assert [re.findall(r"\d+\.\d|\d+", line) for line in lines] == [
-        ["5.0", "25.0", "1.0", "4.0", "0.5"], ["50.0", "1.0", "2.0", "6.0", "2.0"], ["0", "1.0", "2.0", "1"]]
+    gpu = dict(zip(GPU, (0, "X", None, GB, 2 * GB, 1.0, None)))
+    lines = machine.format_reading(reading | {"gpus": [gpu]})
+    assert [re.findall(r"\d+\.\d|\d+", line)[-2:] for line in lines[1:]] == [["6.0", "2.0"], ["2.0", "1"]]
 
 
 def refuse(*_, **__):

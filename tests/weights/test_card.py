@@ -52,6 +52,5 @@ def test_an_export_has_a_card(shards, tmp_path):
     assert trainer.train(0, shards, out).code == 0
     assert trainer.here("--out", out, "--export").code == 0
     text = (out / "hf" / "README.md").read_text()
-    assert "train_gpt2.py " in text and " 4 " in text and str(tmp_path) not in text
-    files = [*(out / "hf").iterdir()]
-    assert len(files) == 6 and len({path.stat().st_mode for path in files}) == 1
+    assert " 4 " in text and str(tmp_path) not in text
+    assert len({path.stat().st_mode for path in (out / "hf").iterdir()}) == 1
