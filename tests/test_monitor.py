@@ -14,63 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, finish, start
+from logs import begun, clock, command, record, steps_in, write_records
 
 import monitor
-from cli.errors import UserError, run_command
-from loggers.command import main, summarize
-from monitor import RunLog
-
-COMMAND = f"{sys.executable} {ROOT / 'monitor.py'}"
-
-
-def block(monkeypatch, *names: str) -> None:
-    """Makes the import of these packages fail as if they were not installed."""
-    for name in [*sys.modules]:
-        if name.split(".")[0] in names:
-            monkeypatch.delitem(sys.modules, name)
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)
-    if "tensorboard" in names:
-        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-
-
-def command(capsys, *arguments) -> tuple[int, str, str]:
-    """Exit code, output and errors of `python monitor.py …`, run in this process."""
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: main([str(a) for a in arguments]))
-    return end.value.code or 0, *capsys.readouterr()
-
-
-def record(step: int, **changes) -> dict:
-    return {"step": step, "loss": 5.0 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "tokens": step * 100,
-            "tokens_per_sec": 50.0, "mfu": 0.25, "mem_gb": 1.0, "time": 1.7e9 + step,
-            "System/CPU_percent": 5.0} | changes
-
-
-def begun(out: Path, step: int = 0, *loggers, active=True, val_tokens=8, **settings) -> RunLog:
-    """The log of a run after `step` steps of one row of 8 tokens. `loggers` are made of it."""
-    settings = {"lr": 1e-3, "tokenizer": None, "steps": 10, "seq_len": 8, "log_every": 1,
-                "eval_every": 5} | settings
-    text = monitor.TrainLog("[Rank 0/1]", active)
-    text.open(out / "train.log")
-    log = RunLog(out, text, settings, monitor.records_until(out, step, text.say), val_tokens, 2.89861, "OK")
-    log.begin(step, {"of/a.start": b"x"})
-    log.start_clock(step, step)
-    log.loggers += [make(log) for make in loggers]
-    return log
-
-
-def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """All points of each curve as TensorBoard reads them."""
-    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = module.EventAccumulator(str(out / "tb"), {"scalars": 0, "tensors": 0}).Reload()
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    return found | {tag: len(events.Tensors(tag)) for tag in events.Tags()["tensors"]}
-
-
-def steps_in(out: Path) -> list[int]:
-    return [r["step"] for r in monitor.read_metrics(out)]
-
+from cli.errors import UserError
 
 # ------------------------------------------------------------------------------------------------ the records
 
@@ -91,13 +38,11 @@ def test_broken_lines_are_counted_and_lose_no_other(tmp_path, capsys):
 
 
 def test_a_run_goes_on_with_the_records_of_its_checkpoint(tmp_path):
-    """Without what was logged later, half a line, and an evaluation of this step that has found no number."""
+    """Without what was logged later, and an evaluation of this step that has found no number."""
     log = begun(tmp_path)
     for step in range(1, 9):
         log.write(record(step), "")
         log.write({"step": step, "val_loss": math.nan if step == 5 else 4.0}, "")
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "lo')
     for step, evaluated in (6, [1, 2, 3, 4, 6]), (5, [1, 2, 3, 4]):
         log = begun(tmp_path, step)
         assert [r["step"] for r in log.records if "loss" in r] == [*range(1, step + 1)]
@@ -153,8 +98,7 @@ def numbers_in(text: str) -> list[str]:
 
 def test_a_step_is_a_record_and_a_line(tmp_path, monkeypatch, capsys):
     """With a number of the trainer's own. The clock has begun after step 2."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    now = clock(monkeypatch)
     log = begun(tmp_path, 2, log_every=2, eval_every=9)
     log.mfu = lambda found: found["tokens_per_sec"] / 100
     now[0] = 4.0
@@ -195,8 +139,7 @@ def test_an_evaluation_has_its_numbers_and_warns_above_the_entropy(tmp_path, cap
 
 def test_a_finished_run_says_how_fast_it_was(tmp_path, monkeypatch, capsys):
     """And which of equal evaluations is the best, the first."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    now = clock(monkeypatch)
     log = begun(tmp_path, 2)
     log.evaluations = {2: 4.0, 4: 3.0, 9: 3.0}
     now[0] = 16.0
@@ -261,7 +204,7 @@ def test_a_terminal_with_a_size_gets_a_bar(tmp_path, monkeypatch, capsys):
     drawn = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(
         isatty=lambda: True, fileno=lambda: 1, write=drawn.append, flush=lambda: None, encoding="utf-8"))
-    for size in (0, 0), (80, 0), (120, 24):
+    for size in (80, 0), (120, 24):
         monkeypatch.setattr(os, "get_terminal_size", lambda fd=1, size=size: os.terminal_size(size))
         log = begun(tmp_path)
         assert log._text._bar.disable == (size[1] == 0)
@@ -283,24 +226,20 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch):
     assert [line.split()[-1] for line in (tmp_path / "train.log").read_text().splitlines()] == ["one", "two"]
 
 
-@pytest.mark.parametrize("bar", [False, True])
-def test_each_entry_has_the_time_and_the_first_of_a_day_the_date(tmp_path, monkeypatch, capsys, bar):
+def test_each_entry_has_the_time_and_the_first_of_a_day_the_date(tmp_path, monkeypatch):
     """On the screen and in the file, though the screen does not show each line. A table follows its title."""
     screen = []
     log = begun(tmp_path)
-    if bar:
-        log._text._bar = SimpleNamespace(write=screen.append, disable=False,
-                                         set_description_str=lambda *_, **__: None)
+    log._text._bar = SimpleNamespace(write=screen.append, disable=False,
+                                     set_description_str=lambda *_, **__: None)
     for now, text in (("2026-12-31 23:59:58", "one"), ("2026-12-31 23:59:59", "a plan\n  rows  1"),
                       ("2027-01-01 00:00:00", None), ("2027-01-01 00:00:01", "two")):
         monkeypatch.setattr(time, "strftime", lambda form, now=now: now)
         log.say(text) if text else log.write(record(1), "loss 4.9")
-    lines = ["2026-12-31 23:59:58 one", "23:59:59 a plan", "  rows  1",
-             "2027-01-01 00:00:00 [Rank 0/1] step 1/10 | loss 4.9", "00:00:01 two"]
-    assert (tmp_path / "train.log").read_text().splitlines() == lines
-    if bar:  # which shows the step
-        lines[3:] = ["2027-01-01 00:00:01 two"]
-    assert ("\n".join(screen) or capsys.readouterr().out.strip()).splitlines() == lines
+    lines = ["2026-12-31 23:59:58 one", "23:59:59 a plan", "  rows  1"]
+    assert (tmp_path / "train.log").read_text().splitlines() == [
+        *lines, "2027-01-01 00:00:00 [Rank 0/1] step 1/10 | loss 4.9", "00:00:01 two"]
+    assert "\n".join(screen).splitlines() == [*lines, "2027-01-01 00:00:01 two"]  # the bar shows the step
 
 
 def test_ranks_that_are_not_active_write_nothing(tmp_path, capsys):
@@ -317,33 +256,49 @@ def test_ranks_that_are_not_active_write_nothing(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("arguments, named", [
-    ("nowhere", "nowhere"), ("file", "file"), ("broken", "broken/metrics.jsonl"), ("broken two", "two"),
-    ("--interval 0", "--interval"), ("--interval x", "--interval"), ("file broken", "none")])
-def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, named):
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> list[str]:
+    """One that has just begun, one that diverged, and one whose config.json is half a file."""
     monkeypatch.chdir(tmp_path)
-    Path("file").touch()
+    one = [record(10), {"step": 10, "val_loss": 3.0}, record(20, tokens_per_sec=1.0),  # a pause
+           {"step": 20, "val_loss": 3.5}, record(25, tokens_per_sec=60.0)]
+    diverged = [record(10), record(20, loss=None), {"step": 20, "val_loss": None}]
+    names = ["one", "two", "begun", "old"]
+    for ranks, (name, records) in enumerate(zip(names, (one, diverged, [], one)), 1):
+        Path(name).mkdir()
+        write_records(Path(name), *records)
+        config = json.dumps({"settings": {"world_size": ranks}})
+        Path(name, "config.json").write_text(config[:-(ranks == 4) or None])
+    with open("two/metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "lo')
     Path("broken").mkdir()
     Path("broken", "metrics.jsonl").write_text("no json\n")
+    Path("file").touch()
+    return names
+
+
+def test_each_run_is_a_line_of_json(runs, capsys):
+    """Also while it is written, and before its first record. What is no run is left out, as in runs/*."""
+    _, out, errors = command(capsys, *runs, "broken", "file")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert found[0] == {
+        "run": "one", "step": 25, "loss": 2.5, "tokens": 2500, "tokens_per_sec": 50.0, "val_loss": 3.5,
+        "best_val_loss": 3.0, "best_step": 10, "tokens_per_sec_per_process": 50.0, "efficiency": 1.0}
+    assert [(line["run"], line["step"], line["efficiency"]) for line in found[1:]] == [
+        ("two", 20, 0.5), ("begun", 0, None), ("old", 25, None)]
+    assert found[1]["loss"] is found[1]["val_loss"] is None and errors.count("left out: ") == 2
+    for first, efficiency in ("two", 2.0), ("begun", None), ("old", None):
+        line = command(capsys, first, "one")[1].splitlines()[1]
+        assert json.loads(line) == found[0] | {"efficiency": efficiency}
+    assert json.loads(command(capsys, "begun")[1])["step"] == 0
+
+
+@pytest.mark.parametrize("arguments, named", [
+    ("file", "file"), ("broken", "broken/metrics.jsonl"), ("one nowhere", "nowhere"),
+    ("--interval 0", "--interval"), ("file broken", "none")])
+def test_bad_input_is_one_sentence(runs, capsys, arguments, named):
     code, _, errors = command(capsys, *arguments.split())
     assert code == 2 and re.fullmatch(f"(left out: .*\n)*error: .*{named}.*\n", errors), errors
-
-
-def test_a_run_is_a_line_of_json(tmp_path, capsys):
-    """Also while it is written, and before its first record."""
-    (tmp_path / "metrics.jsonl").touch()
-    assert json.loads(command(capsys, tmp_path)[1])["step"] == 0
-    found = [record(10, val_loss=3.5), record(20, val_loss=3.75, tokens_per_sec=60.0), "being written"]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)))
-    code, out, errors = command(capsys, tmp_path)
-    assert code == 0 and str(tmp_path / "training_history.png") in errors
-    line, = out.splitlines()
-    assert json.loads(line) == {
-        "run": tmp_path.name, "step": 20, "loss": 3.0, "tokens": 2000, "tokens_per_sec": 55.0,
-        "val_loss": 3.75, "best_val_loss": 3.5, "best_step": 10, "tokens_per_sec_per_process": None,
-        "efficiency": None}
-    diverged = [record(10), record(20, loss=None), {"step": 20, "val_loss": None}]
-    assert [summarize(diverged)[key] for key in ("step", "loss", "val_loss")] == [20, None, None]
 
 
 def test_the_command_ends_quietly(tmp_path):
@@ -356,7 +311,7 @@ def test_the_command_ends_quietly(tmp_path):
     process.send_signal(signal.SIGINT)
     done = finish(process, 20)
     assert done.code == 0 and done.out.splitlines()[-1] == "False" and "Traceback" not in done.out, done.out
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    write_records(tmp_path, record(1))
     for rest in "--interval 0.1 | head -n 0", f"{tmp_path} {tmp_path} >&-":
-        done = finish(start(["bash", "-c", f"{COMMAND} {rest}; echo ${{PIPESTATUS[0]}}"]), 20)
+        done = finish(start(["bash", "-c", f"python {ROOT}/monitor.py {rest}; echo ${{PIPESTATUS[0]}}"]), 20)
         assert done.out == "0\n"

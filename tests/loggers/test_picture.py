@@ -2,12 +2,10 @@
 
 import json
 import os
-import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import finish, start
-from test_monitor import begun, block, command, record
+from logs import begun, block, clock, command, record, write_records
 
 from cli.files import write_atomically
 from loggers import picture
@@ -26,21 +24,16 @@ def test_a_picture_has_the_curves_of_a_record(tmp_path, monkeypatch):
     figure, = drawn
     assert [[(*line.get_xdata(), *line.get_ydata()) for line in axes.lines] for axes in figure.axes] == [
         [(1, 4.9), (1, 1.0)], [(1, 2, 1e-3, 1e-3)], [(1, 2, 50.0, 50.0)], [(1, 2, 2.5, 3.0)], [(1, 0.5)]]
-    monkeypatch.undo()
-    picture.draw_curves("run", records, tmp_path / "run.png")
-    assert imread(tmp_path / "run.png").shape[:2] == (1120, 800)
 
 
 def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
     """Unless these come so fast that it would take more than 5 % of the time."""
-    now, drawn = [0.0], []
+    now, drawn = clock(monkeypatch), []
 
     def draw(name, records, path):
-        assert name == tmp_path.name
         drawn.append(records[-1]["step"])
         now[0] += 1.0
 
-    monkeypatch.setattr(picture, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(picture, "draw_curves", draw)
     log = begun(tmp_path, 0, History)
     for step in range(100, 700, 100):
@@ -56,7 +49,7 @@ def test_the_picture_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
 
 def test_the_command_and_a_run_draw_at_the_same_time(tmp_path, capsys, monkeypatch):
     """Neither takes the other's file. Without a picture, too, the line is printed."""
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
+    write_records(tmp_path, record(1), record(2))
     real, image = os.fsync, tmp_path / "training_history.png"
 
     def fsync(descriptor):
@@ -68,17 +61,17 @@ def test_the_command_and_a_run_draw_at_the_same_time(tmp_path, capsys, monkeypat
     code, _, errors = command(capsys, tmp_path)
     assert code == 0 and str(image) in errors, errors
     assert imread(image).shape[:2] == (800, 800)
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", image.name}
+    assert len([*tmp_path.iterdir()]) == 2
     image.unlink()
     image.mkdir()  # so no picture can take this name, not even for root
     code, out, errors = command(capsys, tmp_path)
     assert code == 0 and json.loads(out)["step"] == 2 and str(image) in errors
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", image.name}
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     """In a process of its own, as with !torchrun, where matplotlib is not imported yet."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    write_records(tmp_path, record(1))
     backend = "module://matplotlib_inline.backend_inline"
     code = ("import os, sys; from loggers.command import main; main(sys.argv[1:]); "
             "print(os.environ['MPLBACKEND'], 'matplotlib' in sys.modules)")
@@ -87,15 +80,10 @@ def test_the_backend_of_a_notebook_ends_no_run(tmp_path):
     assert (tmp_path / "training_history.png").exists()
 
 
-@pytest.mark.parametrize("broken", [None, "SystemExit"])
-def test_without_matplotlib_the_lists_are_written(tmp_path, monkeypatch, capsys, broken):
-    block(monkeypatch, "matplotlib")
-    why = "pip install matplotlib"
-    if broken:
-        monkeypatch.delitem(sys.modules, "matplotlib")
-        (tmp_path / "matplotlib.py").write_text("raise SystemExit('made up')")
-        monkeypatch.syspath_prepend(tmp_path)
-        why = "made up"
+@pytest.mark.parametrize("code, why", [
+    (None, "pip install matplotlib"), ("raise SystemExit('gone')", "gone")])
+def test_without_matplotlib_the_lists_are_written(tmp_path, monkeypatch, capsys, code, why):
+    block(monkeypatch, "matplotlib", code and tmp_path, code)
     log = begun(tmp_path, 0, History)
     log.write(record(1, val_loss=4.0), "")
     log.close()

