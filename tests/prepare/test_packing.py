@@ -3,6 +3,7 @@ the pairs of conversations.
 """
 
 import contextlib
+import itertools
 import json
 from collections import Counter
 
@@ -20,6 +21,7 @@ from pair_data import (
     split_rows,
     write,
 )
+from shard_files import write_table
 
 import data
 from cli.errors import UserError
@@ -94,7 +96,7 @@ def test_each_sample_is_there_once_and_on_the_side_of_its_prompt(tmp_path):
     assert manifest["pairs"] == counts | {"samples": len(everything), "tokens": sum(map(len, everything)),
                                           "read": sizes["train"], "documents": 900}
     trained = [shard for shard in manifest["shards"] if shard["split"] == "train"]
-    assert len(trained) > 2 and sum(shard["documents"] for shard in manifest["shards"]) == 900
+    assert len(trained) > 2 and packing.total(manifest["shards"], "documents") == 900
     for shard in trained:  # rows, and the start token after the last
         tokens = data.open_shard(out / shard["file"])
         assert len(tokens) == shard["tokens"] and len(tokens) % 128 == 1 and tokens[-1] == START
@@ -145,19 +147,16 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     assert first_pair(data.Dataset([out], 6))[1] == "c"  # without the end token
 
 
-def talk_of(n: int) -> dict:
-    """A conversation with three answers."""
-    return {"messages": [{"role": role, "content": f"{n}?" if k == 0 else f"{n} {k}"}
-                         for k, role in enumerate(["user", "assistant"] * 3)]}
-
-
 # each 40 rows, 36 have a prompt that is too long, and one an empty response
 LEFT_OUT = [{"q": f"{i}" + "x" * 200 * (i % 40 > 3), "a": "yes" * (i % 40 != 2)} for i in range(700)]
+# conversations with three answers
+TALKS = [{"messages": [{"role": role, "content": f"{n}" + f" {k}" * (k > 0)}
+                       for k, role in enumerate(["user", "assistant"] * 3)]} for n in range(90)]
 
 
 @pytest.mark.parametrize("rows, options", [
     (LEFT_OUT, {"row": 64, "shard_tokens": 3000, "max_samples": 560}),
-    ([talk_of(n) for n in range(90)], {"shard_tokens": 300, "max_samples": 80} | MESSAGES)],
+    (TALKS, {"shard_tokens": 300, "max_samples": 80} | MESSAGES)],
     ids=["pairs that are left out", "conversations"])
 def test_a_prepare_that_is_stopped_writes_the_same_bytes(tmp_path, monkeypatch, rows, options):
     """And counts once what it leaves out, also where that is all since the last shard."""
@@ -165,20 +164,19 @@ def test_a_prepare_that_is_stopped_writes_the_same_bytes(tmp_path, monkeypatch, 
     whole = prepare(source, tmp_path / "whole", **options)
     inside = {shard["end"][1] for shard in data.read_manifest(whole)["shards"]}
     assert len(inside) > (options.get("row") is None), "no shard ends inside a conversation"
-    written, plain = [], packing.write_manifest
+    written, plain = itertools.count(1), packing.write_manifest
 
     def stop_sometimes(directory, manifest):
         plain(directory, manifest)
-        written.append(1)
-        if len(written) % 5 == 0:
-            raise RuntimeError("stopped here")
+        if next(written) % 5 == 0:
+            raise RuntimeError
 
     monkeypatch.setattr(packing, "write_manifest", stop_sometimes)
     for _ in range(50):
         with contextlib.suppress(RuntimeError):
             prepare(source, tmp_path / "stopped", **options)
             break
-    assert len(written) > 10
+    assert next(written) > 11
     for path in whole.iterdir():
         if path.name != ".lock":
             assert path.read_bytes() == (tmp_path / "stopped" / path.name).read_bytes(), path.name
@@ -232,48 +230,41 @@ def test_the_marks_of_all_formats():
 
 
 @pytest.mark.parametrize("message, named", [
-    ({"role": "bot", "content": "x"}, "bot"), ({"text": "x"}, "text"), ("x", " x"), (None, "None"),
+    ({"role": "bot", "content": "x"}, "bot"), ({"text": "x"}, "text"), (None, "None"),
     ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-    ({"role": "user", "content": {"a": 1}}, "dict"), ({"role": "user", "text": "x"}, "user"),
-    ({"from": "human", "content": None}, "human"), ({"role": "assistant", "weight": 0.5}, "weight 0.5"),
+    ({"role": "user", "content": {"a": 1}}, "dict"), ({"from": "human", "content": None}, "human"),
+    ({"role": "assistant", "weight": 0.5}, "weight 0.5"),
     ({"from": "gpt", "value": "x", "train_detail": [{"train": False}]}, "train_detail")])
 def test_messages_that_are_none_are_refused(message, named):
     with pytest.raises(UserError, match=f"^x.jsonl, line 2,.*{named}"):
         pairs_of(*OPENAI, message)
 
 
-@pytest.mark.parametrize("form", ["lines", "array", "parquet", "hf"])
+@pytest.mark.parametrize("form", ["parquet", "hf"])
 def test_conversations_are_read_from_each_source(tmp_path, capsys, form):
     """All answers of one are on one side. An answer that is marked is not learned; it stays in the prompts of
     later ones.
     """
-    rows = [{"messages": [
+    talks = [[
         {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "WRONG", "weight": 0},
         {"role": "user", "content": "again"},
         {"role": "assistant", "content": f"so {i}", "weight": 1, "reasoning_content": "because"},
-        {"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}]} for i in range(60)]
-    folder = tmp_path / "set"
-    folder.mkdir()
+        {"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}] for i in range(60)]
+    (tmp_path / "set").mkdir()
     if form == "parquet":
-        import pyarrow
-        from pyarrow import parquet
-        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "x.parquet")
-        source = f"parquet:{folder}/x.parquet"
-    elif form == "array":
-        (folder / "x.json").write_text(json.dumps(rows))
-        source = f"jsonl:{folder}/x.json"
+        source = write_table(tmp_path / "x.parquet", messages=talks)
     else:
-        source = write(folder / "x.jsonl", rows)
-    out = prepare(f"hf:{folder}" if form == "hf" else source, tmp_path / "out", **MESSAGES)
+        write(tmp_path / "set" / "x.jsonl", [{"messages": talk} for talk in talks])
+        source = f"hf:{tmp_path / 'set'}"
+    out = prepare(source, tmp_path / "out", **MESSAGES)
     assert "reasoning_content" in capsys.readouterr().out
     manifest = data.read_manifest(out)
-    counts, shards = manifest["pairs"], manifest["shards"]
+    counts = manifest["pairs"]
     assert (counts["empty responses"], counts["samples"], counts["documents"]) == (60, 120, 60)
-    assert packing.total(shards, "documents") == 60
-    answers = [(i, *pair) for i in range(60) for pair in (
-        (f"{i}?\nWRONG\nagain", f"so {i}"), (f"{i}?\nWRONG\nagain\nso {i}\nthanks", "ok"))]
+    assert packing.total(manifest["shards"], "documents") == 60
     for split in ("train", "val"):
-        wanted = [encoded(*pair) for i, *pair in answers if held_out(f"{i}?") == (split == "val")]
+        wanted = [encoded(*pair) for i in range(60) if held_out(f"{i}?") == (split == "val") for pair in (
+            (f"{i}?\nWRONG\nagain", f"so {i}"), (f"{i}?\nWRONG\nagain\nso {i}\nthanks", "ok"))]
         assert documents(out, split) == sorted(wanted)
 
 

@@ -2,6 +2,7 @@
 answers, weights that start a run.
 """
 
+import functools
 import json
 import random
 import re
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from copies import changed
 from pair_data import (
     MESSAGES,
     RESPONSE,
@@ -25,10 +26,11 @@ from pair_data import (
 )
 from processes import fork
 from runs import Trainer, evaluations_of, steps_of, tensors_of
+from tiny_models import gpt2, hrm
 
 import data
 from cli.errors import UserError
-from model import GPT2, HRM, Block, GPT2Config, HRMConfig
+from model import GPT2, Block
 from ops.attention import cpu_attention
 from ops.documents import document_bounds
 from prepare import packing
@@ -81,21 +83,8 @@ def test_a_directory_that_is_named_twice_is_read_twice_in_each_epoch(pairs, tmp_
 # ------------------------------------------------------------------------------------------------- the models
 
 
-def gpt2(**changes) -> GPT2:
-    torch.manual_seed(1)
-    model = GPT2(GPT2Config(**{"vocab_size": 262, "padded_vocab": 320, "seq_len": T, "n_layer": 2,
-                               "n_head": 2, "d_model": 32, **ROLES} | changes))
-    for p in model.parameters():  # also what starts at zero
-        torch.nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
-    return model.eval()
-
-
-def hrm(**changes) -> HRM:
-    torch.manual_seed(1)
-    return HRM(HRMConfig(**{"vocab_size": 262, "padded_vocab": 320, "seq_len": T, "n_layer": 1, "n_head": 2,
-                            "d_model": 32, "ff": 48, **ROLES} | changes)).eval()
-
-
+IDS = {"vocab_size": 262, "padded_vocab": 320, "seq_len": T, **ROLES}
+gpt2, hrm = functools.partial(gpt2, **IDS), functools.partial(hrm, n_layer=1, **IDS)
 CYCLES = {"h_cycles": 5, "least_cycles": 1, "l_cycles": 1, "inject_input": True, "init": "published"}
 
 
@@ -144,8 +133,7 @@ def test_the_mask_and_what_counts_are_those_of_the_definition(attention, loss):
     (gpt2, {}, torch.float32), (gpt2, {"modern": True}, torch.bfloat16), (hrm, {"halt": True}, torch.float32),
     (hrm, CYCLES, torch.bfloat16)])
 def test_packed_samples_are_computed_as_if_alone(build, changes, dtype):
-    model, idx = build(**changes), packed(4)
-    model.compute_dtype = dtype
+    model, idx = build(dtype=dtype, **changes).eval(), packed(4)
     for block in (m for m in model.modules() if isinstance(m, Block)):
         block.cpu_attention = None if dtype == torch.float32 else cpu_attention
     logits = model(idx).float()
@@ -162,12 +150,11 @@ def test_packed_samples_are_computed_as_if_alone(build, changes, dtype):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same(monkeypatch):
-    import model as models
-    model, idx = hrm(), packed(3)
+def test_flex_attention_computes_the_same_of_samples(monkeypatch):
+    model, idx = hrm().eval(), packed(3)
     dense = model(idx)
-    monkeypatch.setattr(models, "uses_flex", lambda head_dim, device: True)
-    monkeypatch.setattr(models, "compiled_once", lambda function: function)
+    monkeypatch.setattr("model.uses_flex", lambda head_dim, device: True)
+    monkeypatch.setattr("model.compiled_once", lambda function: function)
     monkeypatch.setattr(Block, "flex_attention", None)
     assert (model(idx) - dense).abs().max() <= 1e-5 * dense.abs().max()
     assert Block.flex_attention is torch.nn.attention.flex_attention.flex_attention
@@ -175,13 +162,12 @@ def test_flex_attention_computes_the_same(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("build, changes", [
-    (gpt2, {}), (hrm, CYCLES), *(pytest.param(build, changes, marks=pytest.mark.full) for build, changes in (
-        (gpt2, {"modern": True}), (hrm, {}), (hrm, {"halt": True})))])
+    (gpt2, {}), (hrm, CYCLES), pytest.param(hrm, {"halt": True}, marks=pytest.mark.full)])
 def test_answers_are_exact_where_teacher_forcing_says_so(build, changes):
     """A sample counts as exact if and only if greedy decoding, with the cache, writes its response. Half of
     the responses are what the model writes, half have another last token.
     """
-    model = build(attention="prefix", **changes)
+    model = build(attention="prefix", **changes).eval()
     expected, rows = [], []
     for i in range(8):
         prompt = torch.tensor([[START, *(torch.arange(i % 5) + 3 * i).tolist(), RESPONSE]])
@@ -218,7 +204,8 @@ def test_an_answer_goes_on_to_its_end_or_that_of_the_context(
 
     def answer(prompt, stop) -> str:
         count.clear()
-        return "".join(sampling.samples_of(gpt2(response=response), BYTES, "cpu", prompt, flags, stop)[0])
+        model = gpt2(response=response).eval()
+        return "".join(sampling.samples_of(model, BYTES, "cpu", prompt, flags, stop)[0])
 
     assert answer(prompt, stop=True) == "A" * written
     said = capsys.readouterr().err
@@ -276,12 +263,10 @@ def test_gradients_do_not_depend_on_how_the_rows_are_spread(tmp_path, few_labels
     check_no_labels(tmp_path / "0", tmp_path / "1")
     for name, batch in ("whole", 8), ("half", 4):
         assert GPT2_RUN.train(0, few_labels, tmp_path / name, steps=1, batch=batch).code == 0
-    text, mean = (ROOT / "train_gpt2.py").read_text(), "labels().clamp(min=1)"
-    assert text.count(mean) == 1
-    text = text.replace(mean, "(y >= 0).sum().clamp(min=1) / run.grad_accum")
-    (tmp_path / "train_means.py").write_text(text)
-    control = Trainer(str(tmp_path / "train_means.py"), **GPT2_RUN.defaults)
-    assert control.train(0, few_labels, tmp_path / "control", steps=1, batch=4).code == 0
+    control = changed(tmp_path / "train_means.py", (
+        "=loss = objective / (y >= 0).sum().clamp(min=1) / run.grad_accum", "loss = objective"))
+    flags = GPT2_RUN.defaults | {"steps": 1, "batch": 4}
+    assert control.train(0, few_labels, tmp_path / "control", **flags).code == 0
     # a tenth of the gradients
     whole, *others, means = ({name: t for name, t in tensors_of(tmp_path / run).items()
                               if name.endswith("exp_avg")} for run in ("whole", "half", "0", "control"))
@@ -291,27 +276,23 @@ def test_gradients_do_not_depend_on_how_the_rows_are_spread(tmp_path, few_labels
     assert any((moment - means[name]).norm() > 1e-2 * moment.norm() for name, moment in whole.items())
 
 
-@pytest.mark.parametrize("changes", [
-    pytest.param([{"strategy": "zero3"}, {"optimizer": "muon"}], marks=pytest.mark.full),
-    pytest.param([{"strategy": "zero1"}, {"strategy": "zero2"}, {"precision": "fp16"}],
-                 marks=pytest.mark.long)])
-def test_steps_without_labels_move_no_weight_and_no_moment(tmp_path, few_labels, changes):
-    runs = [flags | {"steps": steps, "batch": 4} for flags in changes for steps in (1, 14)]
-    on_two_processes(few_labels, tmp_path, *runs)
-    for i in range(0, len(runs), 2):
+@pytest.mark.full
+def test_steps_without_labels_move_no_weight_and_no_moment(tmp_path, few_labels):
+    changes = {"strategy": "zero3"}, {"optimizer": "muon"}, {"strategy": "zero2", "precision": "fp16"}
+    on_two_processes(few_labels, tmp_path, *(flags | {"steps": steps, "batch": 4} for flags in changes
+                                             for steps in (1, 14)))
+    for i in 0, 2, 4:
         check_no_labels(tmp_path / str(i), tmp_path / str(i + 1))
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("script, ranks", [
-    pytest.param("train_gpt2.py", 2, marks=pytest.mark.full),
-    *(pytest.param("train_hrm.py", ranks, marks=pytest.mark.long) for ranks in (1, 2, 3))])
-def test_killed_and_resumed_bit_for_bit_with_several_directories(script, ranks, pairs, tmp_path):
+@pytest.mark.full
+def test_killed_and_resumed_bit_for_bit_with_several_directories(pairs, tmp_path):
     other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
-    Trainer(script, seq_len=128, max_new_tokens=5).check_killed_run(
-        tmp_path, ranks, f"{pairs},{other},{other}")
+    Trainer("train_hrm.py", seq_len=128, max_new_tokens=5).check_killed_run(
+        tmp_path, 2, f"{pairs},{other},{other}")
 
 
 def test_validation_sets_with_names(tmp_path):
@@ -332,26 +313,21 @@ def test_validation_sets_with_names(tmp_path):
     assert re.search(r"\| A \d+\.\d%, B \d+\.\d%, so-C \d+\.\d%", done.out), done.out
 
 
-def learned(done) -> str:
-    """The kind of labels that a run has said it learns."""
-    assert done.code == 0, done.out
-    return re.search(r", loss (\w+)\n", done.out)[1]
-
-
-def test_the_masked_model_learns_of_pairs_what_it_masks(tmp_path, pairs):
-    assert learned(Trainer("train_mlm.py", seq_len=128, steps=1).train(0, pairs, tmp_path / "run")) == "all"
-
-
-@pytest.mark.parametrize("script, attention", [
-    pytest.param("train_gpt2.py", "isolated", marks=pytest.mark.full), ("train_hrm.py", "prefix")])
-def test_train_on_conversations_and_answer(script, attention, tmp_path):
+@pytest.mark.parametrize("family, attention, learned", [
+    pytest.param("gpt2", "attention isolated", "response", marks=pytest.mark.full),
+    ("hrm", "attention prefix", "response"), ("mlm", "", "all")])
+def test_train_on_conversations_and_answer(family, attention, learned, tmp_path):
+    """The masked model learns what it masks."""
     talks = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]}
              for n in range(400)]
     shards = prepare(write(tmp_path / "x.jsonl", talks), tmp_path / "shards", row=64, **MESSAGES)
-    trainer = Trainer(script, seq_len=64, max_new_tokens=9, steps=8, eval_every=8, eval_batches=1)
+    trainer = Trainer(f"train_{family}.py", seq_len=64, steps=8, eval_every=8, eval_batches=1)
     out = tmp_path / "run"
     done = trainer.train(0, shards, out)
-    assert learned(done) == "response" and f"attention {attention}, n_layer" in done.out, done.out
+    assert done.code == 0 and f", loss {learned}\n" in done.out, done.out
+    assert f"{attention}, n_layer" in done.out, done.out
+    if family == "mlm":
+        return
     record, steps = evaluations_of(out)[-1], steps_of(out)
     # not the share of right labels: the end of a response is one, and easy
     assert 0 <= record["val_exact"] <= 1 and "val_accuracy" not in record
