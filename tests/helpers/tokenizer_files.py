@@ -37,19 +37,13 @@ def marking(kind: str, *without: str, every_byte: bool = True) -> str:
     made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[] if without else [("\u2581", "t")],
                                            unk_token="<unk>", byte_fallback=every_byte))
     made.add_special_tokens(["<unk>", "</s>"])
-    mark, first = normalizers.Replace(" ", "\u2581"), decoders.Strip(" ", 1, 0)
     unmark = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence(unmark if kind in ("gemma", "never") else [*unmark, first])
-    if kind == "llama":
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), mark])
-    elif kind == "gemma":
-        made.normalizer = mark
-    elif kind == "t5":
-        runs = normalizers.Replace(tokenizers.Regex(" {2,}"), "\u2581")
-        made.normalizer = normalizers.Sequence([normalizers.NFKC(), runs])
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    else:
+    made.decoder = decoders.Sequence(unmark + [decoders.Strip(" ", 1, 0)] * (kind != "gemma"))
+    if kind == "first":
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    else:
+        made.normalizer = normalizers.Sequence([*[normalizers.Prepend("\u2581")] * (kind == "llama"),
+                                                normalizers.Replace(" ", "\u2581")])
     return made.to_str()
 
 

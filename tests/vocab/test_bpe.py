@@ -86,17 +86,17 @@ def test_the_older_form_of_gpt2_is_read_as_ours(tokenizer, exported):
     assert same(older, run_by_the_package(spec), TRICKY)
     for field in ("eot", "mask", "num_ids"):
         assert getattr(older, field) == getattr(tokenizer, field)
+    spec["model"]["dropout"] = 0.1
+    assert type(parse_tokenizer_json("drops", json.dumps(spec))) is HuggingFaceTokenizer
 
 
-@pytest.mark.parametrize("name", ["trained", "bytes"])
-def test_a_tokenizer_json_is_read_back(trained, name):
-    tokenizer = trained if name == "trained" else load_tokenizer("bytes")
-    again = parse_tokenizer_json(tokenizer.name, tokenizer.to_json())
-    assert type(again) is Tokenizer and again.to_json() == tokenizer.to_json()
+def test_a_tokenizer_json_is_read_back(tokenizer, exported):
+    again = parse_tokenizer_json(tokenizer.name, exported)
+    assert type(again) is Tokenizer and again.to_json() == exported
     for field in ("ranks", "pattern", "specials", "eot", "mask", "vocab_size", "num_ids"):
         assert getattr(again, field) == getattr(tokenizer, field)
     assert tokenizer.vocab_size == tokenizer.mask == tokenizer.eot + 1 == tokenizer.num_ids - 1
-    spec = json.loads(tokenizer.to_json())
+    spec = json.loads(exported)
     spec["added_tokens"].pop()  # [MASK], the last id
     assert parse_tokenizer_json("without mask", json.dumps(spec)).mask == tokenizer.mask
 
@@ -120,7 +120,7 @@ def test_a_changed_tokenizer_json_is_run_by_the_package(change):
 
 
 @pytest.mark.parametrize("change", [
-    {"vocab": []}, {"vocab": {"a": "b"}}, {"merges": [1]}, {"merges": None}, {"vocab": None}], ids=str)
+    {"vocab": []}, {"vocab": {"a": "b"}}, {"merges": [1]}, {"merges": None}], ids=str)
 def test_a_malformed_tokenizer_json_is_refused(trained, change):
     spec = json.loads(trained.to_json())
     spec["model"] |= change

@@ -16,13 +16,7 @@ from cli.errors import UserError
 from model import GPT2
 from prepare import pipeline
 from vocab.bpe import train_bpe
-from vocab.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    parse_tokenizer_json,
-    prompt_ids,
-    with_markers,
-)
+from vocab.tokenizer import load_tokenizer, prompt_ids, with_markers
 from vocab.vocabulary import MASK
 from weights.init_from import assert_ids, weights_of
 
@@ -138,16 +132,12 @@ def test_the_ids_of_weights_and_of_data_are_compared(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_weights_with_the_tokenizer_of_gpt2_take_that_of_tiktoken(tmp_path, monkeypatch):
-    """Or their file if tiktoken has no network. What differs from it in anything is not taken for it."""
+    """Or their file if tiktoken has no network."""
     allow_gpt2(monkeypatch)
     monkeypatch.setattr("weights.init_from.on_rank0", run_here)
     export(gpt2(vocab_size=50257, padded_vocab=50304), load_tokenizer("gpt2"), tmp_path)
     source, file = f"hf:{tmp_path}", tmp_path / "tokenizer.json"
     assert weights_of(GPT2, source)["tokenizer_file"] == "gpt2"
-    spec = json.loads(file.read_text())
-    for changes in {"dropout": 0.1}, {"merges": spec["model"]["merges"][1:]}:
-        odd = json.dumps(spec | {"model": spec["model"] | changes})
-        assert not isinstance(parse_tokenizer_json("odd", odd), Tokenizer)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # where it was loaded before

@@ -19,22 +19,22 @@ from vocab.tokenizer_json import HuggingFaceTokenizer
 from weights.sampling import stream_text
 
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import models  # noqa: E402
 
-MARKING = ("llama", "gemma", "t5", "first", "always", "never")
+MARKING = ("llama", "gemma", "first")
 
 
 # --------------------------------------------------------------------------------------- what is switched off
 
 
 def test_stored_truncation_padding_and_dropout_are_switched_off():
-    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    pad = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-           "pad_type_id": 0, "pad_token": "[UNK]"}
-    for stored in {"truncation": cut}, {"padding": pad}:
-        tokenizer = parse_tokenizer_json("stored", word_level(["[UNK]", "a", "b"], **stored))
-        assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
-        assert json.loads(tokenizer.to_json())[next(iter(stored))] is None
+    package = tokenizers.Tokenizer.from_str(word_level(["[UNK]", "a", "b"]))
+    package.enable_truncation(2)
+    package.enable_padding(length=8)
+    tokenizer = parse_tokenizer_json("stored", package.to_str())
+    assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
+    spec = json.loads(tokenizer.to_json())
+    assert spec["truncation"] is spec["padding"] is None
     drops = models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")], dropout=0.9)
     drops = parse_tokenizer_json("drops", tokenizers.Tokenizer(drops).to_str())
     assert drops.encode("ab" * 50).tolist() == [2] * 50
@@ -51,14 +51,8 @@ def test_no_id_has_two_tokens():
 
 def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
     """One that has a special token among its own words; not one that has its unknown token there."""
-    unigram = tokenizers.Tokenizer(models.Unigram(
-        [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("a", -3.0)], 0))
-    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
-    unigram.add_special_tokens(["<unk>", "</s>"])
-    forged = word_level(["[UNK]", "a", "[MASK]"], ("[UNK]", "[MASK]"))
-    for text, special in (unigram.to_str(), "</s>"), (forged, r"\[MASK\]"):
-        with pytest.raises(UserError, match=f"^odd .*{special}"):
-            parse_tokenizer_json("odd", text)
+    with pytest.raises(UserError, match=r"^odd .*\[MASK\]"):
+        parse_tokenizer_json("odd", word_level(["[UNK]", "a", "[MASK]"], ("[UNK]", "[MASK]")))
     plain = with_markers(parse_tokenizer_json("plain", word_level(["[UNK]", "a"], ("[UNK]",))))
     assert plain.encode("a </s> [UNK]").tolist() == [1, 0, 0]
 
@@ -99,14 +93,11 @@ def lost(text: str, name: str, spec: str) -> Counter:
 
 
 def test_lowercasing_and_nfkc_are_no_loss():
-    bpe = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
-    bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
-    bpe.train_from_iterator(["office hello"] * 9, trainers.BpeTrainer(special_tokens=["[UNK]"]))
-    text = "HELLO o\ufb03ce " * 9  # the fi ligature has three bytes and three letters
-    counts = lost(text, "bpe", bpe.to_str())
+    both = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+    words = word_level(["[UNK]", "office", "hello"], ("[UNK]",), normalizer=both)
+    counts = lost("HELLO o\ufb03ce " * 9, "words", words)  # the ligature has three bytes and three letters
     assert (counts["lost"], counts["all"], counts["val_bytes"]) == (0, 11 * 9, 13 * 9)
-    assert lost("hello \u4f60\u597d", "bpe", bpe.to_str())["lost"] == 2
+    assert lost("hello \u4f60\u597d", "words", words)["lost"] == 2
 
 
 @pytest.mark.parametrize("kind", MARKING)
@@ -178,4 +169,3 @@ def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
     turns.append({"role": "assistant", "content": "it is 3"})
     whole = words.apply_chat_template(turns, return_dict=False)
     assert whole == [*found, *ids.encode("it is 3").tolist(), words.eos_token_id]
-    assert words("what is two?")["input_ids"] == prompt_ids(ids, "what is two?").tolist()

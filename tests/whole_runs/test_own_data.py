@@ -5,7 +5,6 @@ which training and --eval-only get rows, validation sets and masker, and an aver
 import contextlib
 import functools
 import io
-import math
 
 import numpy as np
 import pytest
@@ -127,8 +126,7 @@ def test_a_second_validation_set_is_evaluated_and_compared(shards, tmp_path):
 
 
 SPEAKS = """def change_data(dataset):
-    nones = [name for name, value in vars(run).items() if value is None]
-    run.say(f"these are None: {nones}")
+    run.say("here I am")
     MORE
 """ + ASK
 
@@ -136,11 +134,10 @@ SPEAKS = """def change_data(dataset):
 def test_a_hook_speaks_before_there_is_a_directory(shards, tmp_path):
     """What it says is in train.log later. Bad data leave no directory of a run."""
     trainer = changed(tmp_path / "train_says.py", (SPEAKS.replace("MORE", "pass"), USE))
-    for steps, nones in ((4, "['saved', 'metric']"), (8, "['metric']")):
+    for steps in 4, 8:
         done = trainer.train(0, shards, tmp_path / "run", steps=steps)
-        assert done.code == 0, done.out
-        for text in (done.out, (tmp_path / "run" / "train.log").read_text()):
-            assert text.count(f" these are None: {nones}\n") == 1, text
+        assert done.code == 0 and done.out.count(" here I am\n") == 1, done.out
+    assert (tmp_path / "run" / "train.log").read_text().count(" here I am\n") == 2
 
 
 @pytest.mark.parametrize("line, ranks, code, named", [
@@ -153,43 +150,14 @@ def test_data_that_are_empty_or_differ_between_ranks_are_refused(line, ranks, co
     assert done.code == code and named in done.out and not (tmp_path / "run").exists(), done.out
 
 
-class ByEpoch(data.Shards):
-    def take(self, rows, x, y, epochs):
+def test_rows_may_depend_on_the_epoch(shards):
+    def take(rows, x, y, epochs):
         x[:], y[:] = epochs[:, None], rows[:, None]
 
-
-def test_rows_may_depend_on_the_epoch(shards):
     rows = data.Dataset([shards], 32).train
-    rows.__class__ = ByEpoch
+    rows.take = take
     assert data.read_rows(rows, np.arange(2), np.array([3, 5]))[0][:, 0].tolist() == [3, 5]
     assert not data.read_rows(rows, np.arange(2))[0].any()  # an evaluation
-
-
-LOSSES = """import torch
-
-class Own(GPT2):
-    def loss(self, hidden, idx, targets, **more):
-        objective, sums = super().loss(hidden, idx, targets, **more)
-        OWN
-        return objective, sums
-
-GPT2 = Own
-
-"""
-
-
-@pytest.mark.parametrize("line, of_text, scale", [
-    ("sums['loss'] = 0.01 * sums['loss']", 2, 0.01),  # it isn't below the entropy of unigrams
-    ("sums = {'loss': 0.01 * sums['loss']}", 0, 0.01)])
-def test_perplexity_is_that_of_the_nats_beside_a_loss(line, of_text, scale, shards, tmp_path):
-    """So is the warning. What a model says is no cross-entropy of a text has neither."""
-    trainer = changed(tmp_path / f"train_loss_{of_text}.py", (LOSSES.replace("OWN", line), TOP))
-    done = trainer.train(0, shards, tmp_path / "run", steps=4)
-    assert done.code == 0, done.out
-    found = evaluations_of(tmp_path / "run")[-1]
-    assert len({"val_perplexity", "val_bits_per_byte"} & found.keys()) == of_text
-    assert not of_text or found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"] / scale))
-    assert ("--lr" in done.out) == (of_text > 0), done.out
 
 
 # -------------------------------------------------------------------------------------------------- averages
@@ -216,12 +184,6 @@ def test_an_average_of_a_user_is_what_is_evaluated_kept_and_resumed(ranks, strat
     assert_resumes(train, shards, tmp_path)
 
 
-@pytest.mark.long
-def test_a_trainer_of_a_user_is_killed_on_two_processes(shards, tmp_path):
-    trainer = changed(tmp_path / "train_mine.py", (LAWA, MADE), (SUMS, TOP), (ASKED, USE))
-    trainer.check_killed_run(tmp_path, 2, shards, strategy="zero3", seq_len=4, batch=2, steps=40)
-
-
 # ------------------------------------------------------------------------------------- sentences of the guide
 
 
@@ -235,6 +197,3 @@ def test_the_scripts_that_use_a_run(shards, tmp_path):
         exec(code, {})
     printed = out.getvalue()
     assert "(20) of 20 " in printed and ": True" in printed, printed
-    said = trainer.here("--out", tmp_path / "run", "--data", shards, "--prompt", "def main(",
-                        "--temperature", 0, "--max-new-tokens", 20).out
-    assert said.partition("def main(")[2].strip() in printed, (said, printed)
