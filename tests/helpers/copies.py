@@ -33,9 +33,9 @@ def ranks_of(trainer: Trainer, ranks: int):
 
 
 def guide_blocks(item: str) -> list[str]:
-    """The pieces of code of a recipe in docs/changing.md."""
+    """The pieces of code of a section of docs/changing.md."""
     guide = (ROOT / "docs" / "changing.md").read_text()
-    text = re.search(rf"^### {item}.*?(?=^##)", guide, re.M | re.S)[0]
+    text = re.search(rf"^##+ {item}.*?(?=^##)", guide, re.M | re.S)[0]
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 

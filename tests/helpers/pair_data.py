@@ -1,12 +1,12 @@
 """Prompts and responses for tests: how to write them, prepare them and find them in the rows."""
 
-import json
 import random
 
+import numpy as np
 import pytest
+from shard_files import prepared, write_rows
 
 import data
-from prepare import pipeline
 
 START, RESPONSE = 256, 258
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
@@ -22,13 +22,12 @@ def samples(n: int, seed: int = 0, longest: int = 20) -> list[dict]:
 
 
 def write(path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
+    return write_rows(path, *rows)
 
 
 def prepare(source, out, tokenizer="bytes", **options):
-    usual = {"prompt_field": "q", "response_field": "a", "row": 128, "workers": 1, "val_split": "hash:0.1"}
-    return pipeline.prepare(source, out, tokenizer, **usual | options)
+    usual = {"prompt_field": "q", "response_field": "a", "row": 128, "val_split": "hash:0.1"}
+    return prepared(source, out, tokenizer, **usual | options)
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +45,10 @@ def split_rows(out, split: str) -> list:
 def documents(out, *splits: str) -> list[list[int]]:
     """The documents in all rows, sorted, without padding."""
     found = []
-    for split in splits or ("train", "val"):
-        for row in split_rows(out, split):
-            assert row[0] == START
-            for token in row.tolist():
-                if token == START:
-                    found.append([])
-                found[-1].append(token)
-    return sorted(document for document in found if len(document) > 1)
+    for row in (row for split in splits or ("train", "val") for row in split_rows(out, split)):
+        assert row[0] == START
+        found += np.split(row, np.flatnonzero(row == START)[1:])
+    return sorted(document.tolist() for document in found if len(document) > 1)
 
 
 def encoded(prompt: str, response: str) -> list[int]:

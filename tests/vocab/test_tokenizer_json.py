@@ -7,78 +7,34 @@ import json
 from collections import Counter
 
 import pytest
+from shard_files import prepared, write_rows, write_texts
+from tiny_models import export, gpt2, mlm
+from tokenizer_files import byte_level, marking, word_level
 
 from cli.errors import UserError
-from model import GPT2, MLM
 from prepare import pipeline
-from prepare.pipeline import check_loss, prepare
+from prepare.pipeline import check_loss
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, prompt_ids, with_markers
 from vocab.tokenizer_json import HuggingFaceTokenizer
-from weights.huggingface import to_hf
 from weights.sampling import stream_text
 
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import models  # noqa: E402
 
-TEXT = ["the cat sat on the mat, and the king speaks to my lord: to be or not to be"] * 30
-
-
-def word_level(vocab: list[str], special: tuple = (), **changes) -> str:
-    """A tokenizer.json of whole words, of which the first is the unknown one."""
-    made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocab)}, vocab[0]))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([*special])
-    return json.dumps(json.loads(made.to_str()) | changes)
-
-
-def byte_level(kind: str) -> str:
-    """A trained one; that of RoBERTa puts a blank in front of a text."""
-    made = tokenizers.ByteLevelBPETokenizer(add_prefix_space=kind == "roberta")
-    special = ["<s>", "</s>", "<mask>"] if kind == "roberta" else ["<|endoftext|>"]
-    made.train_from_iterator(TEXT, vocab_size=600, special_tokens=special, show_progress=False)
-    return made.to_str()
-
-
-def marking(kind: str, *without: str, every_byte: bool = True) -> str:
-    """One of characters and one word, whose normalizer or pre-tokenizer marks blanks. Without `every_byte` it
-    knows ASCII only.
-    """
-    words = ["<unk>", "</s>", "\u2581", "\n", *map(chr, range(33, 127)), "\u2581t"]
-    words += map("<0x{:02X}>".format, range(256 * every_byte))
-    vocab = {word: i for i, word in enumerate(w for w in words if not w.startswith(without or "none"))}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[] if without else [("\u2581", "t")],
-                                           unk_token="<unk>", byte_fallback=every_byte))
-    made.add_special_tokens(["<unk>", "</s>"])
-    mark, first = normalizers.Replace(" ", "\u2581"), decoders.Strip(" ", 1, 0)
-    unmark = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence(unmark if kind in ("gemma", "never") else [*unmark, first])
-    if kind == "llama":
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), mark])
-    elif kind == "gemma":
-        made.normalizer = mark
-    elif kind == "t5":
-        runs = normalizers.Replace(tokenizers.Regex(" {2,}"), "\u2581")
-        made.normalizer = normalizers.Sequence([normalizers.NFKC(), runs])
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-    return made.to_str()
-
-
-MARKING = ("llama", "gemma", "t5", "first", "always", "never")
+MARKING = ("llama", "gemma", "first")
 
 
 # --------------------------------------------------------------------------------------- what is switched off
 
 
 def test_stored_truncation_padding_and_dropout_are_switched_off():
-    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    pad = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-           "pad_type_id": 0, "pad_token": "[UNK]"}
-    for stored in {"truncation": cut}, {"padding": pad}:
-        tokenizer = parse_tokenizer_json("stored", word_level(["[UNK]", "a", "b"], **stored))
-        assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
-        assert json.loads(tokenizer.to_json())[next(iter(stored))] is None
+    package = tokenizers.Tokenizer.from_str(word_level(["[UNK]", "a", "b"]))
+    package.enable_truncation(2)
+    package.enable_padding(length=8)
+    tokenizer = parse_tokenizer_json("stored", package.to_str())
+    assert tokenizer.encode("a b a b a").tolist() == [1, 2, 1, 2, 1]
+    spec = json.loads(tokenizer.to_json())
+    assert spec["truncation"] is spec["padding"] is None
     drops = models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")], dropout=0.9)
     drops = parse_tokenizer_json("drops", tokenizers.Tokenizer(drops).to_str())
     assert drops.encode("ab" * 50).tolist() == [2] * 50
@@ -95,14 +51,8 @@ def test_no_id_has_two_tokens():
 
 def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
     """One that has a special token among its own words; not one that has its unknown token there."""
-    unigram = tokenizers.Tokenizer(models.Unigram(
-        [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("a", -3.0)], 0))
-    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
-    unigram.add_special_tokens(["<unk>", "</s>"])
-    forged = word_level(["[UNK]", "a", "[MASK]"], ("[UNK]", "[MASK]"))
-    for text, special in (unigram.to_str(), "</s>"), (forged, r"\[MASK\]"):
-        with pytest.raises(UserError, match=f"^odd .*{special}"):
-            parse_tokenizer_json("odd", text)
+    with pytest.raises(UserError, match=r"^odd .*\[MASK\]"):
+        parse_tokenizer_json("odd", word_level(["[UNK]", "a", "[MASK]"], ("[UNK]", "[MASK]")))
     plain = with_markers(parse_tokenizer_json("plain", word_level(["[UNK]", "a"], ("[UNK]",))))
     assert plain.encode("a </s> [UNK]").tolist() == [1, 0, 0]
 
@@ -110,14 +60,12 @@ def test_a_tokenizer_that_reads_text_as_special_ids_is_refused():
 # ----------------------------------------------------------------------------------- text that has no tokens
 
 
-@pytest.mark.parametrize("lost, warned", [(0, False), (1, True), (100, True), (101, None)])
-def test_a_hundredth_of_lost_text_is_the_most(lost, warned):
-    counts = Counter({"all": 10_000, "lost": lost})
-    if warned is None:
-        with pytest.raises(UserError, match="^odd .*1.01%.*gpt2"):
-            check_loss("odd", counts)
-    else:
-        assert bool(check_loss("odd", counts)) == warned and check_loss("odd", Counter()) == ""
+def test_a_hundredth_of_lost_text_is_the_most():
+    for lost in 0, 1, 100:
+        assert bool(check_loss("odd", Counter({"all": 10_000, "lost": lost}))) == (lost > 0)
+    assert check_loss("odd", Counter()) == ""
+    with pytest.raises(UserError, match="^odd .*1.01%.*gpt2"):
+        check_loss("odd", Counter({"all": 10_000, "lost": 101}))
 
 
 def test_text_that_is_lost_after_the_first_shards_is_counted(tmp_path, monkeypatch, capsys):
@@ -125,20 +73,17 @@ def test_text_that_is_lost_after_the_first_shards_is_counted(tmp_path, monkeypat
     monkeypatch.setattr(pipeline, "in_batches", functools.partial(pipeline.in_batches, chars=500))
     (tmp_path / "t.json").write_text(word_level(["[UNK]", "good", "river"], ("[UNK]",)))
 
-    def prepared(unknown: int):
-        texts = ["good river"] * 900 + ["xy" * 5] * unknown  # 9 or 10 letters in each
-        (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / f"{unknown}", str(tmp_path / "t.json"),
-                       shard_tokens=500, workers=1)
+    def said(unknown: int) -> str:
+        source = write_texts(tmp_path / "x.jsonl",
+                             ["good river"] * 900 + ["xy" * 5] * unknown)  # 9 or 10 letters in each
+        prepared(source, tmp_path / f"{unknown}", str(tmp_path / "t.json"), shard_tokens=500)
+        return capsys.readouterr().out
 
     for _ in range(2):
         with pytest.raises(UserError, match=r"t.json loses .*%"):
-            prepared(300)
+            said(300)
     capsys.readouterr()
-    prepared(2)
-    assert "WARNING" in (said := capsys.readouterr().out) and "0.25%" in said  # 20 of 8,120
-    prepared(0)
-    assert "WARNING" not in capsys.readouterr().out
+    assert "0.25%" in said(2) and "WARNING" not in said(0)  # 20 of 8,120
 
 
 def lost(text: str, name: str, spec: str) -> Counter:
@@ -148,14 +93,11 @@ def lost(text: str, name: str, spec: str) -> Counter:
 
 
 def test_lowercasing_and_nfkc_are_no_loss():
-    bpe = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
-    bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
-    bpe.train_from_iterator(["office hello"] * 9, trainers.BpeTrainer(special_tokens=["[UNK]"]))
-    text = "HELLO o\ufb03ce " * 9  # the fi ligature has three bytes and three letters
-    counts = lost(text, "bpe", bpe.to_str())
+    both = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]}
+    words = word_level(["[UNK]", "office", "hello"], ("[UNK]",), normalizer=both)
+    counts = lost("HELLO o\ufb03ce " * 9, "words", words)  # the ligature has three bytes and three letters
     assert (counts["lost"], counts["all"], counts["val_bytes"]) == (0, 11 * 9, 13 * 9)
-    assert lost("hello \u4f60\u597d", "bpe", bpe.to_str())["lost"] == 2
+    assert lost("hello \u4f60\u597d", "words", words)["lost"] == 2
 
 
 @pytest.mark.parametrize("kind", MARKING)
@@ -166,9 +108,9 @@ def test_marks_of_blanks_are_no_loss_and_unknown_letters_are(kind, tmp_path, cap
     ascii_only = marking(kind, every_byte=False)
     assert lost(text + "\u4f60" * 2, kind, ascii_only)["lost"] == 2
     (tmp_path / "t.json").write_text(marking(kind))
-    (tmp_path / "x.jsonl").write_text('{"q": "a b", "a": "c", "kind": "<unk>"}\n' * 20)
-    prepare(f"jsonl:{tmp_path}/x.jsonl", tmp_path / "pairs", str(tmp_path / "t.json"), prompt_field="q",
-            response_field="a", condition_field="kind", val_split="hash:0.1")
+    source = write_rows(tmp_path / "x.jsonl", *[{"q": "a b", "a": "c", "kind": "<unk>"}] * 20)
+    prepared(source, tmp_path / "pairs", str(tmp_path / "t.json"), prompt_field="q", response_field="a",
+             condition_field="kind", val_split="hash:0.1")
     assert "WARNING" not in capsys.readouterr().out
 
 
@@ -188,16 +130,13 @@ def test_a_continuation_has_its_first_blank_and_whole_characters(kind):
 
 CASES = ["the [MASK] of my lord", "[MASK] is here", "I am [MASK]", "[MASK]", "a [MASK] [MASK] b", "x[MASK]y",
          "The King\n[MASK] speaks", "KING [MASK]!", "tab\t[MASK] end", "two  [MASK] blanks"]
-SHAPE = {"seq_len": 32, "n_layer": 1, "n_head": 2, "d_model": 16}
 
 
-def words_of(model_class, tokenizer, directory, vocab_size: int, **config):
-    """The tokenizer that transformers has for an export, and its directory."""
+def words_of(build, tokenizer, directory, vocab_size: int, **config):
+    """The tokenizer that transformers has for an export."""
     transformers = pytest.importorskip("transformers")
-    padded = -(-tokenizer.num_ids // 64) * 64
-    model = model_class(model_class.Config(vocab_size=vocab_size, padded_vocab=padded, **SHAPE, **config))
-    to_hf(model, directory, tokenizer)
-    return transformers.AutoTokenizer.from_pretrained(directory)
+    model = build(vocab_size=vocab_size, padded_vocab=-(-tokenizer.num_ids // 64) * 64, seq_len=32, **config)
+    return transformers.AutoTokenizer.from_pretrained(export(model, tokenizer, directory))
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "roberta", "first", "bytes"])
@@ -208,26 +147,25 @@ def test_fill_and_the_pipeline_see_the_same_ids(kind, tmp_path):
     spec = {"first": marking, "bytes": lambda name: load_tokenizer(name).to_json()}.get(kind, byte_level)
     ours = parse_tokenizer_json(kind, spec(kind))
     assert ours.takes_blank == (kind != "bytes")
-    words = words_of(MLM, ours, tmp_path / "mlm", ours.num_ids, ff=16, eot=ours.eot)
+    words = words_of(mlm, ours, tmp_path / "mlm", ours.num_ids, eot=ours.eot)
     for text in CASES:
         found = words(text.replace("[MASK]", words.mask_token))["input_ids"]
         assert found == [ours.eot, *ours.encode_masked(text)], text
         assert found.count(ours.mask) == text.count("[MASK]")
-    words = words_of(GPT2, ours, tmp_path / "gpt2", ours.vocab_size)
+    words = words_of(gpt2, ours, tmp_path / "gpt2", ours.vocab_size)
     ids = words(f"fill {ours.mask_token} in")["input_ids"]
     assert (ours.mask < ours.vocab_size) == (kind == "roberta")  # its mask is not the last id
     assert kind == "roberta" or max(ids) < ours.vocab_size == len(words)
 
 
-@pytest.mark.parametrize("condition", ["Be brief.", "Be brief. ", "Answer:\n"])
+@pytest.mark.parametrize("condition", ["Be brief.", "Answer:\n"])
 def test_a_chat_has_the_ids_that_were_trained(condition, tmp_path):
     """Of a tokenizer that puts a blank before a text, and of a condition as a system message."""
     ids = with_markers(parse_tokenizer_json("first", marking("first")))
-    words = words_of(GPT2, ids, tmp_path, ids.vocab_size, **ids.marker_ids)
+    words = words_of(gpt2, ids, tmp_path, ids.vocab_size, **ids.marker_ids)
     turns = [{"role": "system", "content": condition}, {"role": "user", "content": "what is two?"}]
     found = words.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert found == prompt_ids(ids, "what is two?", condition).tolist()
     turns.append({"role": "assistant", "content": "it is 3"})
     whole = words.apply_chat_template(turns, return_dict=False)
     assert whole == [*found, *ids.encode("it is 3").tolist(), words.eos_token_id]
-    assert words("what is two?")["input_ids"] == prompt_ids(ids, "what is two?").tolist()

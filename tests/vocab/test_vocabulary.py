@@ -1,17 +1,17 @@
 """The end of text of a tokenizer, the bytes that its tokens spell, and where a run has its tokenizer."""
 
+import functools
 import math
-import re
 import shutil
 
 import pytest
 from runs import Trainer, evaluations_of
-from test_tokenizer_json import byte_level, marking, word_level
+from shard_files import prepared, write_texts
+from tokenizer_files import byte_level, marking, word_level
 
 import data
 from cli.errors import UserError
 from prepare.packing import write_manifest
-from prepare.pipeline import prepare
 from vocab.tokenizer import load_tokenizer, parse_tokenizer_json, with_markers
 from vocab.vocabulary import tokenizer_id
 from weights.use import tokenizer_of
@@ -55,9 +55,9 @@ def test_the_end_is_that_of_the_post_processor(kind, end):
 def test_data_and_runs_keep_the_end_that_they_have(tmp_path):
     """Also those of before, when it was <|endoftext|>. New ones don't mix with them."""
     (tmp_path / "tokenizer.json").write_text(ended("modernbert"))
-    (tmp_path / "a.jsonl").write_text('{"text": "a a"}\n' * 99)
-    new, old = (prepare(f"jsonl:{tmp_path}/a.jsonl", tmp_path / name, str(tmp_path / "tokenizer.json"),
-                        val_split="hash:0.5") for name in ("new", "old"))
+    source = write_texts(tmp_path / "a.jsonl", ["a a"] * 99)
+    new, old = (prepared(source, tmp_path / name, str(tmp_path / "tokenizer.json"), val_split="hash:0.5")
+                for name in ("new", "old"))
     manifest = data.read_manifest(old)
     manifest["tokenizer"]["eot"] = 2
     write_manifest(old, manifest)
@@ -92,14 +92,12 @@ def losing(_) -> str:
     return made.to_str()
 
 
-def three_for_a_blank(_) -> str:
-    """One that has no token for the mark of a blank, and spells its three bytes."""
-    return marking("first", "\u2581")
-
-
-KINDS = {"losing": losing, "three for a blank": three_for_a_blank, "byte-level": byte_level,
-         "roberta": byte_level, "first": marking, "bytes": None}
+# one that has no token for the mark of a blank spells its three bytes
+KINDS = {"losing": losing, "three for a blank": lambda _: marking("first", "\u2581"),
+         "byte-level": byte_level, "roberta": byte_level, "first": marking,
+         "bytes": lambda _: load_tokenizer("bytes").to_json()}
 EXACT = ("byte-level", "roberta", "first", "bytes")
+SIZE = len(TALE.encode()) / 4
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +106,13 @@ def told(tmp_path_factory):
     place = tmp_path_factory.mktemp("told")
     (place / "tale.txt").write_text(TALE)
 
+    @functools.cache  # training one again gives another
     def made(kind: str):
         path = place / f"{kind}.json"
-        if KINDS[kind] and not path.exists():  # training one again gives another
-            path.write_text(KINDS[kind](kind))
-        name = str(path) if KINDS[kind] else kind
-        return prepare(f"text:{place / 'tale.txt'}", place / kind, name, val_split="tail:0.25")
+        path.write_text(KINDS[kind](kind))
+        return prepared(f"text:{place / 'tale.txt'}", place / kind, str(path), val_split="tail:0.25")
 
     return made
-
-
-SIZE = len(TALE.encode()) / 4
 
 
 def test_the_bytes_of_tokens():
@@ -156,8 +150,7 @@ def test_bits_per_byte_are_those_of_the_text_or_none(kind, counted, told, tmp_pa
     done = gpt2.train(0, shards, tmp_path / "run")
     record, = evaluations_of(tmp_path / "run")
     known = counted or kind in EXACT
-    printed = bool(re.search(r"\d bits per byte", done.out))
-    assert printed == ("val_bits_per_byte" in record) == known, done.out
+    assert ("bits per byte" in done.out) == ("val_bits_per_byte" in record) == known, done.out
     if known:
         bits = record["val_loss"] / math.log(2) * len(data.Dataset([shards], 32).val[""].tokens[0]) / SIZE
         assert record["val_bits_per_byte"] == pytest.approx(bits, rel=0.01)
