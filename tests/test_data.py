@@ -3,12 +3,10 @@
 import itertools
 import json
 import math
-import random
 import re
 import shutil
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import place
-from shard_files import flip, ids_of
+from shard_files import ids_of
 
 import data
 from cli.errors import UserError
@@ -72,11 +70,12 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
         shutil.copy(path, tmp_path)
     with pytest.raises(UserError, match="--tokenizer"):
         data.Dataset([tmp_path], 64)
-    bare = data.Dataset([tmp_path], 64, "bytes")
+    bare, again = (data.Dataset([tmp_path], 64, "bytes") for _ in range(2))
     assert bare.val[""].tokens[0].tolist() == dataset.val[""].tokens[0].tolist()
-    assert bare.fingerprint == data.Dataset([tmp_path], 64, "bytes").fingerprint
-    flip(tmp_path / "train_000000.bin", 5000)
-    assert bare.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
+    with open(tmp_path / "train_000000.bin", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\0\1")
+    assert bare.fingerprint == again.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
 
 
 def test_val_is_a_whole_part_of_a_name(tmp_path):
@@ -135,10 +134,9 @@ def test_entropy_is_that_of_the_labels(tmp_path):
 
 @pytest.mark.parametrize("dataset, tokenizer, expected", [
     ("stdlib", "bpe:4096", "stdlib-bpe4096"), ("text:books/quijote.txt", "gpt2", "quijote-gpt2"),
-    ("text:books/*.txt", "gpt2", "books-gpt2"), ("text:/data/es/**/*.txt", "bytes", "es-bytes"),
-    ("text:*.txt", "bytes", "text-bytes"), ("hf:allenai/c4:es", "gpt2", "allenai-c4-es-gpt2"),
-    ("task:addition", "bytes", "task-addition-bytes"), ("text:a.txt", "runs/x/tokenizer.json", "a-x"),
-    ("text:a.txt", "runs/x/hf/tokenizer.json", "a-x"), ("text:a.txt", "runs/x/english.json", "a-english")])
+    ("text:/data/es/**/*.txt", "bytes", "es-bytes"), ("text:*.txt", "bytes", "text-bytes"),
+    ("hf:allenai/c4:es", "gpt2", "allenai-c4-es-gpt2"), ("text:a.txt", "runs/x/hf/tokenizer.json", "a-x"),
+    ("text:a.txt", "runs/x/tokenizer.json", "a-x"), ("text:a.txt", "runs/x/english.json", "a-english")])
 def test_shards_are_named_after_source_and_tokenizer(tmp_path, monkeypatch, dataset, tokenizer, expected):
     monkeypatch.chdir(tmp_path)
     if "/" in tokenizer:
@@ -159,10 +157,6 @@ def test_batches_come_back_in_order_though_workers_overtake_each_other():
     assert next(batches) == (0, 0) and len(taken) == 7
     assert [*batches] == [(n, 2 * n) for n in range(1, 40)]
     assert ended != sorted(ended), "no worker has overtaken another"
-    batches = data.in_order(itertools.count(), 1, lambda n: 1 / (3 - n))
-    assert [next(batches)[0] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ZeroDivisionError):
-        next(batches)
 
 
 def test_what_reads_ahead_ends_with_its_reader_and_its_error_is_raised(dataset, loader, monkeypatch):
@@ -177,10 +171,8 @@ def test_what_reads_ahead_ends_with_its_reader_and_its_error_is_raised(dataset, 
         thread.join(20)
     assert len(threads) == 2 and not any(thread.is_alive() for thread in threads)
     monkeypatch.setattr(data, "read_rows", mock.Mock(side_effect=OSError("gone")))
-    for read in (lambda: loader(dataset.train, 4, place(0, 1), 0).step(1),
-                 lambda: [*data.validation_batches(dataset.val[""], 1, place(0, 1))]):
-        with pytest.raises(OSError, match="gone"):
-            read()
+    with pytest.raises(OSError, match="gone"):
+        loader(dataset.train, 4, place(0, 1), 0).step(1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -197,25 +189,23 @@ def test_the_order_is_what_it_was():
 
 @pytest.mark.parametrize("seed", [0, -1])
 def test_an_epoch_visits_every_row_once(seed):
-    chance = random.Random(4)
-    sizes = [1, 2, 3, 4, 5, 15, 16, 17, 64, 65, 256, 257, 4097, *(chance.randrange(50_000) for _ in range(9))]
-    for n, epoch in itertools.product(sizes, (0, 1, 10**6)):
+    for n, epoch in itertools.product((*range(1, 18), 64, 65, 256, 257, 4097, 40_009), (0, 1, 10**6)):
         found = data.shuffled(epoch * n + np.arange(n), n, seed)
         assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(n)), (n, epoch)
 
 
 def test_rows_of_many_shards(tmp_path):
     """No row crosses from one shard to the next, and only the rest at the end of each is lost."""
-    sizes = (1000, 0, 1, 100, 101, 200, 201, 7000)
-    arrays = {f"s{n}": np.random.default_rng(n).integers(0, 60_000, n) for n in sizes}
+    arrays = {f"s{n}": np.random.default_rng(n).integers(0, 60_000, n).tolist()
+              for n in (1000, 0, 1, 100, 101, 200, 201, 7000)}
     rows = data.Shards(write(tmp_path, **arrays), 100)
-    expected = [[tokens[a:a + 100].tolist(), tokens[a + 1:a + 101].tolist()] for tokens in arrays.values()
+    expected = [[tokens[a:a + 100], tokens[a + 1:a + 101]] for tokens in arrays.values()
                 for a in range(0, len(tokens) - 100, 100)]
     assert rows.rows == len(expected) == 9 + 1 + 1 + 2 + 69
-    for some in (np.arange(rows.rows), np.array([0, 8, 9, 10, 11, 12, 13, 81])):
+    for some in (np.arange(82), np.array([0, 8, 9, 10, 11, 12, 13, 81])):
         assert np.stack(data.read_rows(rows, some), 1).tolist() == [expected[row] for row in some]
     with pytest.raises(IndexError):
-        data.read_rows(rows, np.array([0, rows.rows]))
+        data.read_rows(rows, np.array([0, 82]))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -260,12 +250,12 @@ def test_steps_of_another_size_begin_where_the_last_one_ended(dataset, loader):
 def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit):
     rows = dataset.val[""]
     tokens, count = rows.tokens[0].tolist(), limit or rows.rows
-    expected = Counter((*tokens[r * 64:r * 64 + 64], *tokens[r * 64 + 1:r * 64 + 65]) for r in range(count))
-    for world_size, batch in ((1, 4), (2, 1), (3, 7), (5, 4), (8, 500), (3, 500)):
+    expected = sorted(tokens[r * 64:r * 64 + 64] + tokens[r * 64 + 1:r * 64 + 65] for r in range(count))
+    for world_size, batch in ((1, 4), (3, 7), (5, 4), (8, 500)):
         batches = [[*data.validation_batches(rows, batch, place(rank, world_size), limit)]
                    for rank in range(world_size)]
         assert {*map(len, batches)} == {-(-count // (batch * world_size))}, "some would wait for the others"
         x, y = map(torch.cat, zip(*itertools.chain(*batches)))
         counts = (y >= 0).all(1)
         assert x.dtype == y.dtype == torch.int64 and (y[~counts] == -1).all()
-        assert Counter(map(tuple, torch.cat([x, y], 1)[counts].tolist())) == expected, (world_size, batch)
+        assert sorted(torch.cat([x, y], 1)[counts].tolist()) == expected, (world_size, batch)
