@@ -12,12 +12,10 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from shard_files import (
     bins,
     documents_of,
@@ -97,13 +95,11 @@ def test_values_of_a_table_are_text_as_they_were_written(dataset):
     import pyarrow
     values, texts = [4.2, 1e20, None, float("nan"), 1e-7], ["4.2", "1e+20", "", "", "1e-07"]
     inner = pyarrow.struct({"a": pyarrow.struct({"n": pyarrow.float32()})})
-    write_table("set/x.parquet", narrow=pyarrow.array(values, pyarrow.float32()),
-                wide=[4.199999809265137] * 5,
+    write_table("set/x.parquet", wide=[4.199999809265137] * 5, raw=["né".encode()] * 5, tree=[[["b"]]] * 5,
                 meta=pyarrow.array([{"a": {"n": n}} for n in values], inner),
-                half=pyarrow.array(np.array([0.1, 4.2, 2, 6e-5, np.nan], np.float16)),
-                raw=["né".encode()] * 5, tree=[[["b"]]] * 5)
-    for field, found in {"narrow": texts, "meta.a.n": texts, "wide": ["4.199999809265137"] * 5,
-                         "raw": ["né"] * 5, "half": ["0.1", "4.2", "2.0", "6e-05", ""]}.items():
+                half=pyarrow.array(np.array([0.1, 4.2, 2, 6e-5, np.nan], np.float16)))
+    for field, found in {"meta.a.n": texts, "wide": ["4.199999809265137"] * 5, "raw": ["né"] * 5,
+                         "half": ["0.1", "4.2", "2.0", "6e-05", ""]}.items():
         assert texts_of(dataset, text_field=field) == found
     for field, named in {"meta": "dict", "tree": "list.*--prompt-field"}.items():
         assert re.search(f"set.*{field!r}.* {named}", refused(dataset, text_field=field))
@@ -126,21 +122,13 @@ def test_a_field_inside_of_another_has_a_name_with_dots(form):
     ({"val_field": "k"}, {"kind": "b", "text": "a"})])
 def test_the_command_against_a_missing_field_works(options, row, monkeypatch):
     found = refused(write_rows("my set.jsonl", *[row] * 9), **options)
-    assert "my set.jsonl, line 1," in found and ", ".join(row) in found
+    assert f"my set.jsonl, line 1, has no field {[*options.values(), 'text'][0]!r}" in found
+    assert f"only {', '.join(row)}:" in found
     names = iter(row)
     words = shlex.split(re.search(r"python (data.py prepare .*) and train", found)[1])
     monkeypatch.setattr("sys.argv", [next(names) if word == "NAME" else word for word in words])
     command.main()
     assert data.read_manifest(Path("shards/my-set-bytes"))["complete"]  # with the tokenizer that was given
-
-
-def test_a_column_that_is_there_twice_is_refused_if_it_is_read():
-    import pyarrow.parquet
-    table = pyarrow.Table.from_arrays([pyarrow.array([name]) for name in "abc"], ["text", "n", "n"])
-    pyarrow.parquet.write_table(table, "x.parquet")
-    Path("x.csv").write_text("text,n,n\na,b,c\n")  # as spreadsheets leave empty columns at the end
-    for dataset in "parquet:x.parquet", "csv:x.csv":
-        assert texts_of(dataset) == ["a"] and "'n' more than once" in refused(dataset, text_field="n")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -195,31 +183,26 @@ def test_a_command_against_an_encoding_works(name, raw, where, command, text):
 DEEP = "[" * 100_000 + "]" * 100_000
 REFUSED = {  # the source, its content, and what the message names
     "jsonl:latin.jsonl": (b'{"text": "a"}\n{"text": "ma\xf1ana"}\n', "latin.jsonl, byte 13 .* 2, .*0xf1"),
-    "jsonl:wide.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "byte 1 of line 1, .*UTF-16"),
     "jsonl:deep.jsonl": (f'{{"text": "a", "tree": {DEEP}}}\n'.encode(), "deep.jsonl, line 1, .*nested"),
     "jsonl:list.jsonl": (b'\n{"text": ["a"]}\n', "list.jsonl, line 2, .*'text'.* list.*--prompt-field NAME"),
     "jsonl:twice.json": (b'[{"text": "a", "text": "b"}]\n', "twice.json, item 1, .*twice"),
     "csv:latin.csv": (b"text,n\na,1\nma\xf1ana,2\n", "latin.csv, byte 3 of line 3, .*0xf1"),
-    "tsv:wide.tsv": ("text\tn\na\t1\n".encode("utf-16-le"), "of line 1, .*0x00"),
     "csv:field.csv": (b"body,n\na,1\n", "field.csv, line 2, .*'text', only body, n:"),
+    "csv:twice.csv": (b"text,text\na,b\n", "twice.csv, line 2, .*'text' more than once"),
     "text:x.zst": (b"\x28\xb5\x2f\xfd1234", "^x.zst .*zstd -d"),
     "text:x.arrow": (b"\xff\xff\xff\xff\x98\x04\0\0", "x.arrow .*load_from_disk"),
     "jsonl:x.docx": (b"PK\x03\x04\x14", "x.docx .*zip"),
     "text:x.tar.gz": (gzip.compress(b"a" * 257 + b"ustar"), "tar xf"),
-    "text:x.7z": (b"7z\xbc\xaf\x27\x1c", "unpack"),
     "x.pdf": (b"%PDF-1.4\nof letters alone", "^x.pdf .*pdftotext"),
     "text:x.parquet": (b"PAR1\x15\x04", "parquet:"),
-    "text:x.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "document"),
     "text:x.rtf": (b"{\\rtf1\\ansi plain letters}", "document"),
     "jsonl:1.json": (b'["a"]', "1.json, item 1,"),
     "jsonl:3.json": (b'[{"text": "a"},]', "item 2,"),
     "jsonl:4.json": (b'[{"text": "a"}', "item 2,"),
     "jsonl:6.json": (b'[{"text": "a"}] and', "item 2,"),
     "csv:1.csv": (b"text,n\na,1\nb,c,2\n", "1.csv, line 3, .*tsv:"),
-    "csv:2.csv": (b"text,n\na,1\nb\n", "line 3, "),
     "csv:3.csv": (b'text,n\na,1\n"open,2\nb,3\n', "line 4, "),
     "csv:4.csv": (b'text,n\n"she said \\"no\\", twice",1\n', "line 2, .*csv.writer"),
-    "csv:6.csv": (b'text,n\r"no",1\ryes,2\r', "line 1, "),
     "tsv:2.tsv": (b'text\tn\n"a\tb"\t1\n' + b"c\t2\n" * 1000 + b'\n"open\nquote"\t3\n', "line 1004, "),
     "tsv:3.tsv": (b'text\tn\n"Yes.\tNo."\t1\n"No\t2\n', "line 2, ")}
 
@@ -234,8 +217,6 @@ def test_what_cannot_be_read_is_refused_with_its_place(source):
 
 def test_more_that_cannot_be_read(monkeypatch):
     assert re.search("x.parquet.*0xff", refused(write_table("x.parquet", text=[b"a", b"\xff"])))
-    monkeypatch.setattr(sources, "reachable", lambda url: False)
-    assert "nobody/nothing" in refused("hf:nobody/nothing")
     monkeypatch.setattr(sources, "BLOCK", 1)
     Path("x.txt").write_text("a text that is longer than 64 letters if it is repeated " * 2)
     assert re.search("x.txt .*'<end>'.*--split-on", refused("text:x.txt", split_on="<end>"))
@@ -250,11 +231,9 @@ def test_paths_as_they_are_written(tmp_path, monkeypatch):
                         "[EN] books/*.txt": ["[EN] books/a.txt"], "b[12].txt": ["b1.txt"],
                         "**/*.txt": ["[EN] books/a.txt", "b*.txt", "b1.txt", "book [1984].txt"]}.items():
         assert texts_of(f"text:{path}") == names, path
-    write_table("set/x.parquet", text=["a", "b"])
-    assert texts_of("hf:~/set") == ["a", "b"]
 
 
-def test_links_give_each_file_once(capsys, monkeypatch):
+def test_links_give_each_file_once(capsys):
     Path("set/t.txt").write_text("text")
     os.symlink("..", "set/up")
     os.symlink("set/t.txt", "link.txt")
@@ -264,9 +243,6 @@ def test_links_give_each_file_once(capsys, monkeypatch):
     os.link("a.txt", "b.txt")
     assert texts_of("text:?.txt") == ["text", "text"]
     assert "3 names that match ?.txt are 2 files" in capsys.readouterr().out
-    stat = Path.stat  # some FUSE have no numbers of files
-    monkeypatch.setattr(Path, "stat", lambda path: os.stat_result([stat(path)[0], 0, *stat(path)[2:]]))
-    assert len(texts_of("text:?.txt")) == 3
 
 
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
@@ -275,7 +251,6 @@ def test_documents_between_separators(monkeypatch, block):
     stories = [f"Once a cat {n}.\n" for n in range(9)]
     Path("x.txt").write_text(EOT.join(stories))
     assert texts_of("text:x.txt", split_on=EOT) == stories
-    assert texts_of("text:x.txt") == [EOT.join(stories)]
 
 
 def test_stdlib_is_what_this_python_has(monkeypatch):
@@ -290,16 +265,15 @@ def test_pieces_end_with_a_line_or_a_word_and_lose_nothing(monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 10)
     for text, expected in {"a" * 25: ["a" * 10] * 2 + ["a" * 5], "a" * 8 + "\nb": ["a" * 8 + "\n", "b"],
                            "ab cd efgh ij": ["ab cd", " efgh ij"], " abcdefghijk": [" abcdefghi", "jk"],
-                           "a\nb c d e f": ["a\n", "b c d e f"]}.items():
+                           "a\nb c d e f": ["a\n", "b c d e f"], "": []}.items():
         assert [*sources.pieces([text])] == expected
-        assert "".join(sources.pieces(text)) == text and max(map(len, sources.pieces([text] * 9))) < 20
-    assert [*sources.pieces([])] == []
+        assert max(map(len, sources.pieces([text] * 9)), default=0) < 20
 
 
-@pytest.mark.parametrize("alphabet", ["a", "é", "日", "😀", "aé日😀"])
+@pytest.mark.parametrize("alphabet", ["a", "é", "日", "aé日😀"])
 def test_the_last_tenth_never_begins_inside_a_character(alphabet):
     for length in range(1, 40):
-        raw = "".join(itertools.islice(itertools.cycle(alphabet), length)).encode()
+        raw = (alphabet * 40)[:length].encode()
         Path("x.txt").write_bytes(raw)
         cut = int(len(raw) * 0.9)
         while raw[cut:] and raw[cut] & 0xC0 == 0x80:
@@ -334,7 +308,7 @@ ROWS = "text\tn\n" + "".join(f"row {n} of a tsv\t{n}\n" for n in range(1200))
 
 
 @pytest.mark.parametrize("text, quoted, some", [
-    ('"Yes."\t1\n', False, '"Yes."'), ('5" of rain\t""\n', False, '5" of rain'),
+    ('5" of rain\t""\n', False, '5" of rain'),
     ('"Yes, he said.\t1\nNo."\t2\n', False, '"Yes, he said.'),
     ('"""Yes"" he said."\t1\n', True, '"Yes" he said.'), ('"Yes.\tNo."\t1\r\n"No."\t2\n', True, "No.")])
 def test_quotes_in_a_tsv_enclose_fields_only_if_they_have_to(capsys, text, quoted, some):
@@ -358,19 +332,18 @@ def test_how_a_tsv_is_quoted_is_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("dataset, text, begun", [
-    ("jsonl:x.json", json.dumps([{"text": "word " * 30_000}] * 99), '[{"text": "'),
-    ("csv:x.csv", "text\n" + ("word " * 30_000 + "\n") * 99, 'text\n"')])  # longer than csv's own limit
+    ("jsonl:x", json.dumps([{"text": "word " * 30_000}] * 99), '[{"text": "'),
+    ("csv:x", "text\n" + ("word " * 30_000 + "\n") * 99, 'text\n"')])  # longer than csv's own limit
 def test_tables_and_arrays_are_not_held_in_memory(monkeypatch, dataset, text, begun):
     """The first rows are there when little has been read, and what does not end is refused before all is."""
-    path = Path(dataset.partition(":")[2])
-    path.write_text(text)
+    Path("x").write_text(text)
     source = sources.Source(dataset, pipeline.settings_of(dataset))
     for texts, *_ in itertools.islice(source.documents(0), 2):
         assert "".join(texts) == "word " * 30_000
-    assert 0 < source.progress.done < 0.1 * source.progress.total
-    path.write_text(begun + "a\n" * 5000)
-    monkeypatch.setattr(sources, "LONGEST", 1000)
-    monkeypatch.setattr(sources, "BLOCK", 200)
+    assert 0 < source.progress.done < 0.1 * len(text) and source.progress.total == len(text)
+    Path("x").write_text(begun + "a\n" * 5000)
+    for name, size in {"LONGEST": 1000, "BLOCK": 200}.items():
+        monkeypatch.setattr(sources, name, size)
     assert re.search("item 1,|1000", refused(dataset))
 
 
@@ -396,9 +369,9 @@ def test_sums_have_a_level_and_the_harder_half_is_held_out():
     assert found[999] == (("290471729433+770288180824", "1060759910257"), None, "trained-1")  # as it was
     for (prompt, answer), split, name in found:
         a, b = prompt.split("+")
-        nines = "".join("x" if int(x) + int(y) == 9 else " " for x, y in zip(a, b))
+        nines = "".join("x" if int(x) + int(y) == 9 else " " for x, y in zip(a, b, strict=True))
         level = max(map(len, nines.split()))
-        assert len(a) == len(b) == 12 and len(answer) == 13 and int(a) + int(b) == int(answer)
+        assert len(prompt) == 25 and answer == f"{int(a) + int(b):013}"
         assert (name, split) == ((f"trained-{level}", None) if level <= 4 else (f"untrained-{level}", "val"))
     assert len({name for *_, name in found}) == 8 and 5 < sum(split == "val" for _, split, _ in found) < 60
 
@@ -414,14 +387,13 @@ def server(monkeypatch):
 
 def test_a_host_that_never_answers_counts_as_unreachable(server):
     """A full queue of connections, as behind a firewall that drops packets."""
-    address = f"http://127.0.0.1:{server.getsockname()[1]}"
-    assert sources.reachable(address)
-    for client in (full := [socket.socket() for _ in range(4)]):
-        client.setblocking(False)
-        client.connect_ex(server.getsockname())
-    assert not sources.reachable(address, 0.3)
+    address = server.getsockname()
+    assert sources.reachable(f"http://127.0.0.1:{address[1]}")
+    full = [socket.socket() for _ in range(4)]
     for client in full:
-        client.close()
+        client.setblocking(False)
+        client.connect_ex(address)
+    assert not sources.reachable(f"http://127.0.0.1:{address[1]}", 0.3)
 
 
 @pytest.mark.parametrize("name, form", [("https_proxy", "{}"), ("ALL_PROXY", "socks5://{}")])
@@ -435,13 +407,3 @@ def test_a_proxy_in_any_form_is_asked(server, monkeypatch, name, form):
     for proxy in "http://127.0.0.1:nope", "http://[::1":
         monkeypatch.setenv(name, proxy)
         assert "stanfordnlp/imdb" in refused("imdb")
-
-
-@pytest.mark.full
-def test_torch_is_not_imported_to_read_the_hub():
-    """And it is not hidden from what is imported later."""
-    write_texts("set/x.jsonl", [f"{n} of many" for n in range(200)])
-    code = ("import os, sys; from prepare.pipeline import prepare; prepare('hf:set', 'out', 'bytes'); "
-            "assert 'torch' not in sys.modules and 'USE_TORCH' not in os.environ")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)
