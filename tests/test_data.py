@@ -1,14 +1,11 @@
 """data.py: shards, the order of samples, batches, validation."""
 
 import itertools
-import json
 import math
-import random
 import re
 import shutil
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import place
-from shard_files import flip, ids_of
+from shard_files import ids_of
 
 import data
 from cli.errors import UserError
@@ -26,20 +23,6 @@ from prepare import packing
 @pytest.fixture(scope="session")
 def dataset(shards) -> data.Dataset:
     return data.Dataset([shards], 64)
-
-
-@pytest.fixture
-def loader():
-    """Makes loaders, and ends their threads."""
-    made = []
-
-    def make(*arguments) -> data.Loader:
-        made.append(data.Loader(*arguments))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def write(folder: Path, width: int = 16, **arrays) -> list[Path]:
@@ -72,11 +55,12 @@ def test_shards_without_a_manifest_need_a_tokenizer(shards, dataset, tmp_path):
         shutil.copy(path, tmp_path)
     with pytest.raises(UserError, match="--tokenizer"):
         data.Dataset([tmp_path], 64)
-    bare = data.Dataset([tmp_path], 64, "bytes")
+    bare, again = (data.Dataset([tmp_path], 64, "bytes") for _ in range(2))
     assert bare.val[""].tokens[0].tolist() == dataset.val[""].tokens[0].tolist()
-    assert bare.fingerprint == data.Dataset([tmp_path], 64, "bytes").fingerprint
-    flip(tmp_path / "train_000000.bin", 5000)
-    assert bare.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
+    with open(tmp_path / "train_000000.bin", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\0\1")
+    assert bare.fingerprint == again.fingerprint != data.Dataset([tmp_path], 64, "bytes").fingerprint
 
 
 def test_val_is_a_whole_part_of_a_name(tmp_path):
@@ -114,20 +98,11 @@ def test_a_file_of_nanogpt_is_named_with_a_command_that_converts_it(tmp_path, mo
     assert data.open_shard(Path("x/train_000000.bin")).tolist() == list(range(500))
 
 
-def test_the_length_of_rows_of_pairs_is_read_if_it_can_be(shards, tmp_path):
-    manifest = json.loads((shards / "manifest.json").read_text())
-    roles = dict.fromkeys(("start", "response", "end"), 256)
-    packing.write_manifest(tmp_path, manifest | {"row": 90, "roles": roles})
-    assert data.packed_row_length(tmp_path) == 90 and data.packed_row_length(shards) is None
-    (tmp_path / "manifest.json").write_text("{")
-    assert data.packed_row_length(tmp_path) is None  # all ranks are told later
-
-
 def test_entropy_is_that_of_the_labels(tmp_path):
     paths = write(tmp_path, x=[9] + [1] * 6 + [2] * 2)
     rows = data.Shards(paths, 4)
     expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert data.unigram_entropy([rows]) == data.unigram_entropy([rows] * 2) == pytest.approx(expected, 1e-12)
+    assert data.unigram_entropy([rows] * 2) == pytest.approx(expected, 1e-12)
     assert data.unigram_entropy([rows], 5) == 0 < data.unigram_entropy([rows], 6)  # of the first 6 or 7
     marked = data.Shards(paths, 4, lambda x: (x == 9) | (np.arange(4) == 3))  # the labels 1, 1 and 2
     assert data.unigram_entropy([marked]) == pytest.approx(math.log(3) - 2 / 3 * math.log(2))
@@ -135,10 +110,9 @@ def test_entropy_is_that_of_the_labels(tmp_path):
 
 @pytest.mark.parametrize("dataset, tokenizer, expected", [
     ("stdlib", "bpe:4096", "stdlib-bpe4096"), ("text:books/quijote.txt", "gpt2", "quijote-gpt2"),
-    ("text:books/*.txt", "gpt2", "books-gpt2"), ("text:/data/es/**/*.txt", "bytes", "es-bytes"),
-    ("text:*.txt", "bytes", "text-bytes"), ("hf:allenai/c4:es", "gpt2", "allenai-c4-es-gpt2"),
-    ("task:addition", "bytes", "task-addition-bytes"), ("text:a.txt", "runs/x/tokenizer.json", "a-x"),
-    ("text:a.txt", "runs/x/hf/tokenizer.json", "a-x"), ("text:a.txt", "runs/x/english.json", "a-english")])
+    ("text:/data/es/**/*.txt", "bytes", "es-bytes"), ("text:*.txt", "bytes", "text-bytes"),
+    ("hf:allenai/c4:es", "gpt2", "allenai-c4-es-gpt2"), ("text:a.txt", "runs/x/hf/tokenizer.json", "a-x"),
+    ("text:a.txt", "runs/x/tokenizer.json", "a-x"), ("text:a.txt", "runs/x/english.json", "a-english")])
 def test_shards_are_named_after_source_and_tokenizer(tmp_path, monkeypatch, dataset, tokenizer, expected):
     monkeypatch.chdir(tmp_path)
     if "/" in tokenizer:
@@ -159,15 +133,11 @@ def test_batches_come_back_in_order_though_workers_overtake_each_other():
     assert next(batches) == (0, 0) and len(taken) == 7
     assert [*batches] == [(n, 2 * n) for n in range(1, 40)]
     assert ended != sorted(ended), "no worker has overtaken another"
-    batches = data.in_order(itertools.count(), 1, lambda n: 1 / (3 - n))
-    assert [next(batches)[0] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ZeroDivisionError):
-        next(batches)
 
 
-def test_what_reads_ahead_ends_with_its_reader_and_its_error_is_raised(dataset, loader, monkeypatch):
+def test_what_reads_ahead_ends_with_its_reader_and_its_error_is_raised(dataset, monkeypatch):
     before = {*threading.enumerate()}
-    first = loader(dataset.train, 2, place(0, 1), 0)
+    first = data.Loader(dataset.train, 2, place(0, 1), 0)
     first.step(1)
     batches = data.validation_batches(dataset.val[""], 1, place(0, 1))
     next(batches)
@@ -177,10 +147,8 @@ def test_what_reads_ahead_ends_with_its_reader_and_its_error_is_raised(dataset, 
         thread.join(20)
     assert len(threads) == 2 and not any(thread.is_alive() for thread in threads)
     monkeypatch.setattr(data, "read_rows", mock.Mock(side_effect=OSError("gone")))
-    for read in (lambda: loader(dataset.train, 4, place(0, 1), 0).step(1),
-                 lambda: [*data.validation_batches(dataset.val[""], 1, place(0, 1))]):
-        with pytest.raises(OSError, match="gone"):
-            read()
+    with pytest.raises(OSError, match="gone"):
+        data.Loader(dataset.train, 4, place(0, 1), 0).step(1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -197,25 +165,23 @@ def test_the_order_is_what_it_was():
 
 @pytest.mark.parametrize("seed", [0, -1])
 def test_an_epoch_visits_every_row_once(seed):
-    chance = random.Random(4)
-    sizes = [1, 2, 3, 4, 5, 15, 16, 17, 64, 65, 256, 257, 4097, *(chance.randrange(50_000) for _ in range(9))]
-    for n, epoch in itertools.product(sizes, (0, 1, 10**6)):
+    for n, epoch in itertools.product((*range(1, 18), 64, 65, 256, 257, 4097, 40_009), (0, 1, 10**6)):
         found = data.shuffled(epoch * n + np.arange(n), n, seed)
         assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(n)), (n, epoch)
 
 
 def test_rows_of_many_shards(tmp_path):
     """No row crosses from one shard to the next, and only the rest at the end of each is lost."""
-    sizes = (1000, 0, 1, 100, 101, 200, 201, 7000)
-    arrays = {f"s{n}": np.random.default_rng(n).integers(0, 60_000, n) for n in sizes}
+    arrays = {f"s{n}": np.random.default_rng(n).integers(0, 60_000, n).tolist()
+              for n in (1000, 0, 1, 100, 101, 200, 201, 7000)}
     rows = data.Shards(write(tmp_path, **arrays), 100)
-    expected = [[tokens[a:a + 100].tolist(), tokens[a + 1:a + 101].tolist()] for tokens in arrays.values()
+    expected = [[tokens[a:a + 100], tokens[a + 1:a + 101]] for tokens in arrays.values()
                 for a in range(0, len(tokens) - 100, 100)]
     assert rows.rows == len(expected) == 9 + 1 + 1 + 2 + 69
-    for some in (np.arange(rows.rows), np.array([0, 8, 9, 10, 11, 12, 13, 81])):
+    for some in (np.arange(82), np.array([0, 8, 9, 10, 11, 12, 13, 81])):
         assert np.stack(data.read_rows(rows, some), 1).tolist() == [expected[row] for row in some]
     with pytest.raises(IndexError):
-        data.read_rows(rows, np.array([0, rows.rows]))
+        data.read_rows(rows, np.array([0, 82]))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -223,12 +189,12 @@ def test_rows_of_many_shards(tmp_path):
 
 
 @pytest.mark.parametrize("world_size, batch, grad_accum", [(1, 16, 1), (2, 2, 4), (4, 4, 1), (8, 1, 2)])
-def test_the_global_batch_is_that_of_the_order_on_any_number_of_ranks(shards, loader, world_size, batch,
+def test_the_global_batch_is_that_of_the_order_on_any_number_of_ranks(shards, world_size, batch,
                                                                       grad_accum):
     """Into the second epoch. A row is 1,024 tokens as they lie in the shard, its targets the same one on."""
     rows = data.Dataset([shards], 1024).train
     tokens = rows.tokens[0].tolist()
-    loaders = [loader(rows, batch, place(rank, world_size), 7, 48) for rank in range(world_size)]
+    loaders = [data.Loader(rows, batch, place(rank, world_size), 7, 48) for rank in range(world_size)]
     for step in range(rows.rows // 16):
         found = [row for one in loaders for x, y in one.step(grad_accum)[1]
                  for row in torch.stack([x, y], 1).tolist()]
@@ -236,17 +202,17 @@ def test_the_global_batch_is_that_of_the_order_on_any_number_of_ranks(shards, lo
         assert sorted(found) == sorted([tokens[r:r + 1024], tokens[r + 1:r + 1025]] for r in order)
 
 
-def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path, loader):
+def test_labels_know_the_largest_id_and_what_is_not_learned(tmp_path):
     """65,535 is an id of some vocabularies, and no label that is left out."""
     rows = data.Shards(write(tmp_path, x=np.arange(65_536 - 160, 65_536)), 53, lambda x: x % 2 == 0)
-    count, [batch] = loader(rows, 3, place(0, 1), 0).step(1)
+    count, [batch] = data.Loader(rows, 3, place(0, 1), 0).step(1)
     assert count == (batch[1] >= 0).sum() == 3 * 53 - (3 * 53) // 2
     for x, y in (batch, *data.validation_batches(rows, 3, place(0, 1))):
         assert y.max() == 65_535 and torch.equal(y, torch.where(x % 2 == 0, x + 1, -1))
 
 
-def test_steps_of_another_size_begin_where_the_last_one_ended(dataset, loader):
-    one, other = (loader(dataset.train, 2, place(1, 2), 0, 8) for _ in range(2))
+def test_steps_of_another_size_begin_where_the_last_one_ended(dataset):
+    one, other = (data.Loader(dataset.train, 2, place(1, 2), 0, 8) for _ in range(2))
     for n in (2, 3, 3, 1, 2):
         for batch in one.step(n)[1]:
             assert torch.equal(torch.stack(batch), torch.stack(other.step(1)[1][0]))
@@ -260,12 +226,12 @@ def test_steps_of_another_size_begin_where_the_last_one_ended(dataset, loader):
 def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit):
     rows = dataset.val[""]
     tokens, count = rows.tokens[0].tolist(), limit or rows.rows
-    expected = Counter((*tokens[r * 64:r * 64 + 64], *tokens[r * 64 + 1:r * 64 + 65]) for r in range(count))
-    for world_size, batch in ((1, 4), (2, 1), (3, 7), (5, 4), (8, 500), (3, 500)):
+    expected = sorted(tokens[r * 64:r * 64 + 64] + tokens[r * 64 + 1:r * 64 + 65] for r in range(count))
+    for world_size, batch in ((1, 4), (3, 7), (5, 4), (8, 500)):
         batches = [[*data.validation_batches(rows, batch, place(rank, world_size), limit)]
                    for rank in range(world_size)]
         assert {*map(len, batches)} == {-(-count // (batch * world_size))}, "some would wait for the others"
         x, y = map(torch.cat, zip(*itertools.chain(*batches)))
         counts = (y >= 0).all(1)
         assert x.dtype == y.dtype == torch.int64 and (y[~counts] == -1).all()
-        assert Counter(map(tuple, torch.cat([x, y], 1)[counts].tolist())) == expected, (world_size, batch)
+        assert sorted(torch.cat([x, y], 1)[counts].tolist()) == expected, (world_size, batch)

@@ -13,33 +13,27 @@ from prepare import packing, pipeline, sources
 from vocab.tokenizer import parse_tokenizer_json
 
 
-def tree(directory: Path, without: str = "-") -> dict[str, bytes]:
-    """Every file below a directory with its content, except in the subdirectory `without`."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*"))
-            if p.is_file() and p.relative_to(directory).parts[0] != without}
+def tree(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory with its content."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*")
+            if path.is_file()}
 
 
 def bins(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.bin")}
 
 
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
-def read_like_llmc(path: Path) -> np.ndarray:
-    header = np.fromfile(path, "<i4", 256)
-    magic, version, count = header[:3].tolist()
-    width = {(20240520, 1): "<u2", (20240801, 7): "<u4"}[magic, version]
-    tokens = np.fromfile(path, width, offset=1024)
-    assert len(tokens) == count and not header[3:].any()
-    return tokens
-
-
 def ids_of(directory: Path, split: str) -> list[int]:
-    return [i for path in sorted(directory.glob(f"{split}_*.bin")) for i in read_like_llmc(path).tolist()]
+    """Read as llm.c does."""
+    ids = []
+    for path in sorted(directory.glob(f"{split}_*.bin")):
+        header = np.fromfile(path, "<i4", 256)
+        magic, version, count = header[:3].tolist()
+        width = {(20240520, 1): "<u2", (20240801, 7): "<u4"}[magic, version]
+        tokens = np.fromfile(path, width, offset=1024).tolist()
+        assert len(tokens) == count and not header[3:].any()
+        ids += tokens
+    return ids
 
 
 def documents_of(directory: Path, split: str = "train") -> list[str]:
@@ -47,7 +41,6 @@ def documents_of(directory: Path, split: str = "train") -> list[str]:
     tokenizer = parse_tokenizer_json("recorded", (directory / "tokenizer.json").read_text())
     ids = ids_of(directory, split)
     begins = [n for n, i in enumerate(ids) if i == tokenizer.eot]
-    assert begins[:1] == [0][:len(ids)]
     return [tokenizer.decode(ids[a + 1:b]) for a, b in itertools.pairwise([*begins, len(ids)])]
 
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, finish, start
-from shard_files import prepared, tree, write_rows
+from shard_files import prepared, write_rows
 
 import data
 from prepare import command
@@ -44,9 +44,8 @@ def test_verify_names_every_shard(shards, call):
 def test_peek_shows_the_same_rows_each_time(shards, call, split):
     rows = command.splits_of(data.Dataset([shards], 96))[split]
     expected = "".join(f"--- {split} row {row}\n{rows.tokenizer.decode(rows.grids[0][1][row])}\n"
-                       for row in sorted(data.shuffled(np.arange(4), rows.rows, 0)))
-    assert call("peek", shards, "--rows", 4, "--split", split, "--seq-len", 96) == expected
-    assert call("peek", shards, "--split", split).count(f"--- {split} row") == 3
+                       for row in sorted(data.shuffled(np.arange(3), rows.rows, 0)))
+    assert call("peek", shards, "--split", split, "--seq-len", 96) == expected
 
 
 def test_a_set_of_pairs_has_its_own_length_of_rows(tmp_path, call):
@@ -57,21 +56,15 @@ def test_a_set_of_pairs_has_its_own_length_of_rows(tmp_path, call):
     assert call("peek", out, "--split", "val_x", "--rows", 1).startswith("--- val_x row ")
 
 
-def test_what_is_complete_is_not_prepared_again(corpus, shards, call):
-    before = tree(shards)
-    found = call("prepare", "--dataset", f"text:{corpus}", "--tokenizer", "bytes", "--out", shards)
-    assert "already" in found and tree(shards) == before
-
-
 def test_a_pipe_that_closes_is_no_error(shards):
     line = f"set -o pipefail; {sys.executable} {ROOT}/data.py peek {shards} --rows 2000 | head -n 1"
     result = finish(start(["bash", "-c", line]))
     assert result.code == 0 and len(result.out.splitlines()) == 1, result.out
 
 
-@pytest.mark.parametrize("text", ["tail:1", "hash:2", "hash:.5", "0.5", "hash:0.", "ahash:0.5"])
-def test_fractions_of_a_split(text):
-    for works in "hash:0.01", "tail:0.5", "hash:1":
-        assert command.parse_val_split(works) == works
-    with pytest.raises(argparse.ArgumentTypeError, match=text):
-        command.parse_val_split(text)
+def test_fractions_of_a_split():
+    for text in "hash:0.01", "tail:0.5", "hash:1":
+        assert command.parse_val_split(text) == text
+    for text in "tail:1", "hash:2", "hash:.5", "hash:0.", "ahash:0.5":
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            command.parse_val_split(text)
