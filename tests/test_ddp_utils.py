@@ -23,7 +23,7 @@ import torch
 from ddp_worker import run_checks
 from many_runs import TRAINERS
 from processes import fork
-from runs import assert_same_run, steps_of
+from runs import steps_of
 from states import META, flags_of, make, make_state, save, take_step, train_state, world  # noqa: F401
 
 import ddp_utils
@@ -74,12 +74,14 @@ def check_failure(world) -> None:
 def check_sync(world) -> None:
     model = make()
     ddp_utils.assert_in_sync(model)
-    if world.rank == 1:  # one bit of one number
-        model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
-    with pytest.raises(RunError, match="L.blocks.0.down.weight on rank 1"):
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        model.to(dtype)
+        if world.rank == 1:  # one bit of one number
+            model.L.blocks[0].down.weight.data.view(-1).view(bits)[3] ^= 1
+        with pytest.raises(RunError, match="L.blocks.0.down.weight on rank 1"):
+            ddp_utils.assert_in_sync(model)
+        copy_weights(model, model.state_dict(), world)
         ddp_utils.assert_in_sync(model)
-    copy_weights(model, model.state_dict(), world)
-    ddp_utils.assert_in_sync(model)
 
 
 def check_lost_best(world) -> None:
@@ -151,30 +153,6 @@ def test_main_can_be_called_again(tmp_path, shards, monkeypatch):
     assert steps_of(tmp_path / "run")[-1]["step"] == 8
 
 
-SCRIPT = """
-import sys
-import torch
-import train_gpt2
-from cli.errors import UserError
-*flags, first, second = sys.argv[1:]
-for out in (first, second, first):
-    try:
-        train_gpt2.main(["--no-such-flag"])
-    except UserError:
-        train_gpt2.main([*flags, "--out", out])  # while sys.exc_info() still has the mistake
-    assert not torch.distributed.is_initialized()
-print("goes on")
-"""
-
-
-def test_a_script_calls_main_on_several_processes(tmp_path, shards):
-    a, b, script = (tmp_path / name for name in ("a", "b", "script.py"))
-    script.write_text(SCRIPT)
-    done = fork(2, script, *TRAINERS["gpt2"].flags(shards, a, steps=2), a, b)
-    assert done.code == 0 and done.out.count("goes on") == 2, done.out
-    assert_same_run(a, b)
-
-
 FAULTS = """
 import resource
 import torch
@@ -232,10 +210,10 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch):
     found, name = [], "NCCL_NVLS_ENABLE"
     monkeypatch.setattr(torch.distributed, "init_process_group",
                         lambda *_, **__: found.append(os.environ.get(name)))
-    for flag, before in (("", {}), ("--fast", {}), ("", {name: "1"}), ("--fast", {name: "0"})):
+    for flag, before in (("--no-compile", {}), ("--fast", {}), ("--no-compile", {name: "1"})):
         monkeypatch.setattr(os, "environ", before)
-        startup.run.start(flags_of(train_gpt2, ["--device", "cpu", *flag.split()]))
-    assert found == ["0", None, "1", "0"]
+        startup.run.start(flags_of(train_gpt2, ["--device", "cpu", flag]))
+    assert found == ["0", None, "1"]
 
 
 @pytest.mark.parametrize("capability, ask, named", [
@@ -269,16 +247,6 @@ def test_seeds_of_steps_and_ranks_differ():
             drawn.add(torch.rand(4, generator=source).sum().item())
     assert len(drawn) == 2 * 3 * 20 * 4
     assert ddp_utils.mixed(3, 20, 1) == 5859809183963233909  # so that a resumed run draws what it drew
-
-
-def test_a_bit_sum_sees_every_single_bit():
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        t = torch.arange(6).to(dtype)
-        before = ddp_utils.bit_sum(t)
-        for bit in range(8):
-            changed = t.clone()
-            changed.view(torch.uint8)[9] ^= 1 << bit
-            assert ddp_utils.bit_sum(changed) != before
 
 
 # --------------------------------------------------------------------------------------- reading checkpoints
@@ -414,8 +382,8 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
         assert torch.equal(saved["tensors"]["model"]["embed.weight"], step_of_weight[step])
     assert not [*paths[0].parent.glob(".tmp*")]
     # as after a kill between the mark and its line in the log; rename does nothing between two links
-    checkpoints._link(paths[0].with_name("best.pt"), paths[0])
-    checkpoints._link(paths[0].with_name("best.pt"), paths[0])
+    for _ in range(2):
+        checkpoints._link(paths[0].with_name("best.pt"), paths[0])
     assert {*os.listdir(checkpoints.directory)} == {"best.pt", *(path.name for path in paths)}
     with pytest.raises(TypeError):  # only plain data get into a checkpoint
         Checkpoints(tmp_path, world, 3, print).save(1, state, META | {"path": tmp_path})
