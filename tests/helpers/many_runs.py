@@ -19,8 +19,6 @@ from runs import Trainer, evaluations_of, module_of, steps_of
 
 import ddp_utils
 import startup.run
-import training.step
-from ops.ema import local_shard
 from training.step import TrainState
 
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
@@ -45,14 +43,6 @@ def assert_resumes_alike(whole: Path, resumed: Path, bound=1e-5) -> None:
     assert max(abs(x["loss"] - y["loss"]) for x, y in zip(a, b)) <= bound
     a, b = (evaluations_of(out)[-1]["val_loss"] for out in (whole, resumed))
     assert abs(a - b) <= bound
-
-
-def clip_alone(parameters, max_norm):
-    """Like clip_grad_norm, but each rank looks at its own shards only."""
-    gradients = [local_shard(p.grad) for p in parameters]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def forgetful(name, restore=TrainState.load_state_dict):
@@ -81,10 +71,8 @@ def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     if not name:
         return contextlib.nullcontext()
-    owner, attribute, broken = {"norm": (training.step, "clip_grad_norm", clip_alone),
-                                "forget": (TrainState, "load_state_dict", forgetful),
-                                "nan": (TrainState, "clip_gradients", spoiled)}[name]
-    return mock.patch.object(owner, attribute, broken(*numbers) if numbers else broken)
+    attribute, broken = {"forget": ("load_state_dict", forgetful), "nan": ("clip_gradients", spoiled)}[name]
+    return mock.patch.object(TrainState, attribute, broken(*numbers))
 
 
 def main() -> None:
