@@ -1,8 +1,12 @@
 """ddp_utils.py: agreement of several processes, endings, devices, and checkpoints on disk."""
 
+import ctypes
+import gc
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,15 +20,17 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, finish, start
 from ddp_worker import run_checks
+from many_runs import TRAINERS
+from processes import fork
+from runs import steps_of
 from states import META, flags_of, make, make_state, save, take_step, train_state, world  # noqa: F401
 
 import ddp_utils
 import startup.run
 import train_gpt2
 from cli.errors import RetryableError, RunError, UserError
-from ddp_utils import Checkpoints, StopVote, list_checkpoints, load_checkpoint, read_checkpoint
+from ddp_utils import STOP_SIGNALS, Checkpoints, StopVote, list_checkpoints, load_checkpoint, read_checkpoint
 from model import GPT2, GPT2Config
 from startup.directory import RunLock
 from training.strategies import copy_weights
@@ -44,6 +50,7 @@ def check_agreement(world) -> None:
     ddp_utils.assert_same("the tokenizer", "ab" * 16, "way out")
     with pytest.raises(UserError, match="rank 1"):
         ddp_utils.assert_same("the tokenizer", "ab" if world.rank == 0 else "ac", "way out")
+    assert signal.getsignal(signal.SIGXCPU) == signal.SIG_IGN  # until StopVote hears it
     # not torchrun's 1, with which NCCL ends a process whose peer is lost before it can name the peer
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     # NCCL's watchdog waits four times as long
@@ -67,12 +74,14 @@ def check_failure(world) -> None:
 def check_sync(world) -> None:
     model = make()
     ddp_utils.assert_in_sync(model)
-    if world.rank == 1:  # one bit of one number
-        model.L.blocks[0].down.weight.data.view(-1).view(torch.int32)[3] ^= 1
-    with pytest.raises(RunError, match="L.blocks.0.down.weight on rank 1"):
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        model.to(dtype)
+        if world.rank == 1:  # one bit of one number
+            model.L.blocks[0].down.weight.data.view(-1).view(bits)[3] ^= 1
+        with pytest.raises(RunError, match="L.blocks.0.down.weight on rank 1"):
+            ddp_utils.assert_in_sync(model)
+        copy_weights(model, model.state_dict(), world)
         ddp_utils.assert_in_sync(model)
-    copy_weights(model, model.state_dict(), world)
-    ddp_utils.assert_in_sync(model)
 
 
 def check_lost_best(world) -> None:
@@ -105,36 +114,66 @@ def check_stop(world) -> None:
     vote.signal = vote.signal and signal.SIGTERM  # the first counts
     assert vote.vote() == signal.SIGXCPU
     vote.read()
-    assert vote.agreed == vote.vote() == ddp_utils.STOP_SIGNALS[-1]  # `launch` ignores it
-    assert signal.SIGUSR2 in ddp_utils.STOP_SIGNALS
-
-
-def check_machines(world) -> None:
-    """The memory and the use of all GPUs."""
-    with mock.patch.multiple(ddp_utils, memory_gb=lambda device: 3.0 - world.rank,
-                             machine_curves=lambda host: {"System/GPU_percent": 40.0 + 50 * world.rank}):
-        found = ddp_utils.Metrics.machines(SimpleNamespace(world=world))
-    assert found == {"mem_gb": 3.0, "System/GPU_percent": 40.0, "System/GPU_percent_least": 40.0,
-                     "System/GPU_percent_most": 90.0}, found
+    assert vote.agreed == vote.vote() == STOP_SIGNALS[-1]  # `launch` ignores it
+    assert signal.SIGUSR2 in STOP_SIGNALS
 
 
 # ------------------------------------------------------------------------------------------ start and end
 
-@pytest.mark.full
-def test_a_limit_of_cpu_time_is_heard_whenever_it_comes(tmp_path, shards):
-    """The kernel sends SIGXCPU each second from the limit on, here before the first step."""
-    limit = ("import os, sys; from resource import RLIMIT_CPU, RLIM_INFINITY, setrlimit; "
-             "setrlimit(RLIMIT_CPU, (8, RLIM_INFINITY)); "
-             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
-    flags = ["--data", shards, "--out", tmp_path / "run", "--steps", "100000", "--device", "cpu"]
-    done = finish(start([sys.executable, "-c", limit, ROOT / "train_gpt2.py", *flags]))
-    assert done.code == 0 and "SIGXCPU" in done.out and list_checkpoints(tmp_path / "run"), done.out
+def test_main_can_be_called_again(tmp_path, shards, monkeypatch):
+    """In a notebook with a list of flags, after a mistake, after an interrupt in the middle of a step, to use
+    the run.
+    """
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing would take half of the time
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # a test before may have set it
+    flags = TRAINERS["gpt2"].flags(shards, tmp_path / "run", steps=4)
+
+    def state() -> list:
+        return [*map(signal.getsignal, STOP_SIGNALS), sys.excepthook, gc.get_freeze_count(),
+                torch.distributed.is_initialized(), os.environ.get("GLOO_SOCKET_IFNAME")]
+
+    before, step = state(), ddp_utils.seed_step
+    held = []  # its traceback keeps the frames, as a notebook does
+
+    def interrupted(seed, number, rank):
+        if number == 6 and len(held) == 2:
+            assert not any(a == b for a, b in zip(state()[-4:], before[-4:]))  # the control
+            raise KeyboardInterrupt
+        step(seed, number, rank)
+
+    monkeypatch.setattr(ddp_utils, "seed_step", interrupted)
+    for added in ("", "--n-layer x", "--seq-len 16", "--steps 8", "--steps 8", "--eval-only"):
+        try:
+            train_gpt2.main([*flags, *added.split()])
+        except (UserError, KeyboardInterrupt) as found:
+            held.append(found)
+        assert state() == before
+    assert [*map(type, held)] == [UserError, UserError, KeyboardInterrupt]
+    assert steps_of(tmp_path / "run")[-1]["step"] == 8
 
 
-def too_large() -> RuntimeError:
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(2**50)  # for which no machine has addresses
-    return error.value
+FAULTS = """
+import resource
+import torch
+import ddp_utils
+for kept in (False, True):
+    if kept:
+        ddp_utils.init(device="cpu")
+    for i in range(60):
+        if i == 50:  # until then small blocks can take what a tensor has freed
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(10**7)  # 40 MB, freed at once; glibc itself keeps blocks up to 32 MiB
+    print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_is_kept_for_the_next_tensors(tmp_path):
+    script = tmp_path / "faults.py"
+    script.write_text(FAULTS)
+    without, kept = map(int, re.findall(r"faults: (\d+)", fork(0, script).out))
+    assert 10 * kept < without
 
 
 @pytest.mark.parametrize("error, code, named", [
@@ -142,8 +181,9 @@ def too_large() -> RuntimeError:
     (UserError("so"), 2, "so"), (RetryableError("so"), 1, "so"), (RunError("so"), 1, "so"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 …"), 1, "2.00 GiB"),
     (RuntimeError("CUDA error: out of memory"), 1, "--dry-run"), (MemoryError(), 1, "--dry-run"),
-    (too_large(), 1, "4194304.00 GiB"),
-    (ValueError("odd"), 1, None), (RuntimeError("cannot allocate 8 bytes"), 1, None)])
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes. "
+                  "Error code 12 (Cannot allocate memory)"), 1, "4194304.00 GiB"),
+    (RuntimeError("cannot allocate 8 bytes"), 1, None)])
 def test_exit_codes(monkeypatch, capsys, error, code, named):
     """With a sentence; only what is not foreseen has a traceback."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
@@ -165,10 +205,10 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch):
     found, name = [], "NCCL_NVLS_ENABLE"
     monkeypatch.setattr(torch.distributed, "init_process_group",
                         lambda *_, **__: found.append(os.environ.get(name)))
-    for flag, before in (("", {}), ("--fast", {}), ("", {name: "1"}), ("--fast", {name: "0"})):
+    for flag, before in (("--no-compile", {}), ("--fast", {}), ("--no-compile", {name: "1"})):
         monkeypatch.setattr(os, "environ", before)
-        startup.run.start(flags_of(train_gpt2, ["--device", "cpu", *flag.split()]))
-    assert found == ["0", None, "1", "0"]
+        startup.run.start(flags_of(train_gpt2, ["--device", "cpu", flag]))
+    assert found == ["0", None, "1"]
 
 
 @pytest.mark.parametrize("capability, ask, named", [
@@ -180,8 +220,7 @@ def test_which_gpus_are_taken(monkeypatch, capability, ask, named):
     cuda = {"device_count": 2 * bool(capability), "get_device_capability": capability,
             "get_arch_list": ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"],
             "get_device_name": "a card"}
-    for name, found in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    monkeypatch.setattr(torch, "cuda", mock.Mock(**{f"{name}.return_value": cuda[name] for name in cuda}))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert ddp_utils.choose_device("auto", "cpu", 8) == (torch.device("cpu"), "gloo")
@@ -197,24 +236,12 @@ def test_which_gpus_are_taken(monkeypatch, capability, ask, named):
 
 def test_seeds_of_steps_and_ranks_differ():
     drawn = set()
-    for seed in range(3):
-        for step in range(20):
-            for rank in range(4):
-                ddp_utils.seed_step(seed, step, rank)
-                drawn.add(torch.rand(4).sum().item())
-                drawn.add(torch.rand(4, generator=ddp_utils.generator(seed, step, rank)).sum().item())
+    for place in itertools.product(range(3), range(20), range(4)):
+        ddp_utils.seed_step(*place)
+        for source in (None, ddp_utils.generator(*place)):
+            drawn.add(torch.rand(4, generator=source).sum().item())
     assert len(drawn) == 2 * 3 * 20 * 4
     assert ddp_utils.mixed(3, 20, 1) == 5859809183963233909  # so that a resumed run draws what it drew
-
-
-def test_a_bit_sum_sees_every_single_bit():
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        t = torch.arange(6).to(dtype)
-        before = ddp_utils.bit_sum(t)
-        for bit in range(8):
-            changed = t.clone()
-            changed.view(torch.uint8)[9] ^= 1 << bit
-            assert ddp_utils.bit_sum(changed) != before
 
 
 # --------------------------------------------------------------------------------------- reading checkpoints
@@ -241,8 +268,7 @@ def test_what_is_damaged(tmp_path, world):
             path.write_bytes(new)
         with pytest.raises(RunError):
             read_checkpoint(path)
-    weight = torch.load(path, weights_only=True)["tensors"]["model"]["embed.weight"]
-    assert not torch.equal(weight, state.model.embed.weight)  # why read_checkpoint does more
+    torch.load(path, weights_only=True)  # takes the last one
     assert not (tmp_path / "owned").exists()
     path.write_bytes(content)
     assert read_checkpoint(path)["step"] == 1
@@ -272,18 +298,15 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
         load_checkpoint(tmp_path, print, or_best=True)
 
 
-def test_files_of_other_programs_are_not_damaged(tmp_path, world):
+def test_files_of_other_programs_are_not_damaged(tmp_path):
     tensors = {"transformer.wte.weight": torch.ones(2, 2)}
-    torch.save({"model": tensors, "model_args": {"n_layer": 2}, "config": {}}, tmp_path / "ckpt.pt")
+    torch.save({"model": tensors, "model_args": {"n_layer": 2}}, tmp_path / "ckpt.pt")
     torch.save(tensors, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in tmp_path.iterdir():
         with pytest.raises(UserError, match=f"{path.name} .* hf:{tmp_path}"):
             load_checkpoint(path, pytest.fail)
-    save(tmp_path, world, make_state(world))
-    own = list_checkpoints(tmp_path)[0]
-    assert read_checkpoint(own.rename(tmp_path / "own.bin"))["step"] == 1  # the control
 
 
 def test_fields_of_a_model(tmp_path):
@@ -354,8 +377,8 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path, world):
         assert torch.equal(saved["tensors"]["model"]["embed.weight"], step_of_weight[step])
     assert not [*paths[0].parent.glob(".tmp*")]
     # as after a kill between the mark and its line in the log; rename does nothing between two links
-    checkpoints._link(paths[0].with_name("best.pt"), paths[0])
-    checkpoints._link(paths[0].with_name("best.pt"), paths[0])
+    for _ in range(2):
+        checkpoints._link(paths[0].with_name("best.pt"), paths[0])
     assert {*os.listdir(checkpoints.directory)} == {"best.pt", *(path.name for path in paths)}
     with pytest.raises(TypeError):  # only plain data get into a checkpoint
         Checkpoints(tmp_path, world, 3, print).save(1, state, META | {"path": tmp_path})

@@ -1,8 +1,10 @@
 """Numbers that go wrong on one rank, and directories that two runs want."""
 
+import itertools
 import math
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,25 +18,17 @@ GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, steps=24, save_every=1, eval_e
 WARM_UP = 3  # backward passes that come before the first step
 
 
-class Poison:
+def poison(steps: set[int], value: float):
     """Multiplies the loss of some steps (counted from 1) by NaN or infinity, on the rank that calls this."""
+    import model
+    calls, forward = itertools.count(1 - WARM_UP), model.GPT2.forward
 
-    def __init__(self, steps: set[int], value: float):
-        self.steps, self.value = steps, value
+    def poisoned(self, *arguments, **keywords):
+        loss, stats = forward(self, *arguments, **keywords)
+        bad = torch.is_grad_enabled() and next(calls) in steps
+        return loss * (value if bad else 1.0), stats
 
-    def __call__(self):
-        import model
-        calls, forward = [-WARM_UP], model.GPT2.forward
-
-        def poisoned(this, *arguments, **keywords):
-            loss, stats = forward(this, *arguments, **keywords)
-            if torch.is_grad_enabled():
-                calls[0] += 1
-                if calls[0] in self.steps:
-                    loss = loss * self.value
-            return loss, stats
-
-        model.GPT2.forward = poisoned
+    model.GPT2.forward = poisoned
 
 
 def run(shards, out, ranks=2, fault=None, **flags):
@@ -47,7 +41,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, s
     """Three updates in a row on rank 1: no rank applies them, none of them is saved, and the run goes on. Ten
     in a row end it, and the last good checkpoint is intact.
     """
-    done = run(shards, tmp_path, strategy=strategy, fault=Poison({8, 9, 10, *range(14, 99)}, value)).finish()
+    fault = partial(poison, {8, 9, 10, *range(14, 99)}, value)
+    done = run(shards, tmp_path, strategy=strategy, fault=fault).finish()
     assert done.code == 1 and "10 times" in done.out and "Traceback" not in done.out, done.out
     steps = {path: read_checkpoint(path)["step"] for path in reversed(list_checkpoints(tmp_path))}
     assert [*steps.values()] == [*range(1, 8), 11, 12, 13]

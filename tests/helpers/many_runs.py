@@ -19,9 +19,6 @@ from runs import Trainer, evaluations_of, module_of, steps_of
 
 import ddp_utils
 import startup.run
-import training.step
-from cluster.late import Late
-from ops.ema import local_shard
 from training.step import TrainState
 
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
@@ -48,34 +45,6 @@ def assert_resumes_alike(whole: Path, resumed: Path, bound=1e-5) -> None:
     assert abs(a - b) <= bound
 
 
-def clip_alone(parameters, max_norm):
-    """Like clip_grad_norm, but each rank looks at its own shards only."""
-    gradients = [local_shard(p.grad) for p in parameters]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-@contextlib.contextmanager
-def keep_gathered(self, averaged_weights=TrainState.averaged_weights):
-    """Like TrainState.averaged_weights, but what zero2 has gathered stays as it was."""
-    with mock.patch.object(training.step, "reshard"), averaged_weights(self):
-        yield
-
-
-def inf_at(step):
-    """Like clip_grad_norm, but the gradient of one step is not finite."""
-    steps, plain = itertools.count(1), training.step.clip_grad_norm
-
-    def clip_grad_norm(parameters, max_norm):
-        parameters = list(parameters)
-        if next(steps) == int(step):
-            parameters[0].grad.fill_(torch.inf)
-        return plain(parameters, max_norm)
-
-    return clip_grad_norm
-
-
 def forgetful(name, restore=TrainState.load_state_dict):
     """Like TrainState.load_state_dict, but one tensor of --comm late is zero."""
     def forget(self, saved, say):
@@ -86,26 +55,24 @@ def forgetful(name, restore=TrainState.load_state_dict):
     return forget
 
 
-def spoiled(step, rank, exchange=Late.exchange):
-    """Like Late.exchange, but at one step one rank has a gradient that is not finite."""
+def spoiled(step, rank=None, clip=TrainState.clip_gradients):
+    """Like TrainState.clip_gradients, but at one step the gradient of one rank, or of all, is not finite."""
     steps = itertools.count(1)
 
-    def spoil(self):
-        if next(steps) == int(step) and dist.get_rank() == int(rank):
-            self.params[-1].grad.view(-1)[-1] = torch.nan
-        return exchange(self)
+    def spoil(self, *arguments):
+        if next(steps) == int(step) and rank in (None, str(dist.get_rank())):
+            [p for p in self.model.parameters() if p.requires_grad][-1].grad.view(-1)[-1] = torch.nan
+        return clip(self, *arguments)
 
     return spoil
 
 
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
-    return {"norm": lambda: mock.patch.object(training.step, "clip_grad_norm", clip_alone),
-            "ema": lambda: mock.patch.object(TrainState, "averaged_weights", keep_gathered),
-            "forget": lambda: mock.patch.object(TrainState, "load_state_dict", forgetful(*numbers)),
-            "nan": lambda: mock.patch.object(Late, "exchange", spoiled(*numbers)),
-            "inf": lambda: mock.patch.object(training.step, "clip_grad_norm", inf_at(*numbers)),
-            "": contextlib.nullcontext}[name]()
+    if not name:
+        return contextlib.nullcontext()
+    attribute, broken = {"forget": ("load_state_dict", forgetful), "nan": ("clip_gradients", spoiled)}[name]
+    return mock.patch.object(TrainState, attribute, broken(*numbers))
 
 
 def main() -> None:

@@ -42,8 +42,7 @@ def train_state(model, world, **changes) -> TrainState:
     run = run_of(world, **changes)
     optimizers = make_optimizers(model, run.args.optimizer, run.args.lr, train_hrm.BETAS,
                                  run.args.weight_decay)
-    state = TrainState(model, optimizers, run)
-    return state
+    return TrainState(model, optimizers, run)
 
 
 def make(seed=0, **changes) -> HRM:

@@ -5,7 +5,6 @@ doesn't change what is computed.
 import contextlib
 import copy
 import re
-import time
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -44,15 +43,13 @@ from weights import sampling
     ("cpu gloo", "--strategy zero2 --comm bf16 --precision fp32", "--precision bf16"),
     ("cpu gloo", "--strategy zero2 --comm bf16 --precision bf16", None),
     ("cpu gloo", "--comm bf16 --precision fp32", None),
-    ("cpu gloo", "--strategy zero1 --comm late", "--strategy ddp"),
-    ("cpu gloo", "--strategy zero3 --comm late --precision bf16", "--strategy ddp"),
+    ("cpu gloo", "--strategy zero1 --comm late --precision bf16", "--strategy ddp"),
     ("cpu gloo", "--comm late --precision fp16", "--precision bf16 or fp32"),
     ("cpu gloo", "--comm late --precision bf16", None),
     # on an H200, zero3 with gloo ended in a segmentation fault of torch
     *(("cuda gloo", f"--precision fp32 --strategy {strategy}{use}", f"{strategy} .*NCCL.*zero1")
       for strategy in SHARDED for use in ("", " --eval-only")),
     ("cuda gloo", "--precision fp32 --strategy zero3 --prompt a", None),  # which takes ddp
-    ("cuda gloo", "--precision fp32 --strategy zero1", None),
     ("cuda nccl", "--precision fp32 --strategy zero3", None),
     ("cpu gloo", "--precision fp32 --strategy zero3", None)])
 def test_combinations_that_are_refused(place, flags, named):
@@ -77,17 +74,16 @@ def check_gradients(world) -> None:
         model = make(**changes)
         if changes.get("halt"):
             torch.nn.init.normal_(model.halt.weight, std=0.1)
-        alone, wrapped = copy.deepcopy(model), wrap(model, world, comm)
+        alone, wrapped, rounded = copy.deepcopy(model), wrap(model, world, comm), comm == "bf16"
         for bp_steps in range(2, 6):
             model.zero_grad()
             objective = wrapped(*batch(world.rank), bp_steps=bp_steps, ponder_weight=0.1)[0]
             (objective / 32).backward()
             zero = [n for n, p in model.named_parameters() if not p.grad.any()]
-            assert zero == ["embed.weight"] * (not model.config.reaches_embedding(bp_steps)), (changes, zero)
+            assert zero == ["embed.weight"] * (not model.config.reaches_embedding(bp_steps))
         both = map(torch.cat, zip(batch(0), batch(1)))
         (alone(*both, bp_steps=5, ponder_weight=0.1)[0] / 64).backward()
         for p, q in zip(model.parameters(), alone.parameters()):
-            rounded = comm == "bf16"
             rtol, atol = (0.02, 1e-3) if rounded else (1e-4, 2e-7)
             torch.testing.assert_close(p.grad, q.grad, rtol=rtol, atol=atol)
             assert torch.equal(p.grad, p.grad.bfloat16().float()) == rounded or not p.grad.any()
@@ -124,16 +120,18 @@ def check_memory(world) -> None:
         held[strategy] = {what: sum(local_shard(t).nbytes for t in found) for what, found in tensors.items()}
         # on a CPU nothing is offloaded
         said = memory_of(model, strategy.removesuffix("-offload"), flags_of(train_hrm, []), 2, 0)
+        whole = strategy in ("ddp", "zero1")
         for what, n in held[strategy].items():
-            where = strategy, what, n, said
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
-                assert 0.7 * said[what] <= n <= 1.3 * said[what], where
-            elif what == "optimizer" or what == "parameters" and strategy in ("ddp", "zero1"):
-                assert n == said[what], where
-            elif strategy in ("ddp", "zero1"):
-                assert n == said[what] - max(p.nbytes for p in model.parameters()), where
+                exact = pytest.approx(said[what], rel=0.3)
+            elif what == "optimizer" or what == "parameters" and whole:
+                exact = said[what]
+            elif whole:
+                exact = said[what] - max(p.nbytes for p in model.parameters())
             else:  # what is gathered for the time of a step is gone
-                assert n == held["ddp"][what] / 2 < said[what], where
+                exact = held["ddp"][what] / 2
+                assert n < said[what]
+            assert n == exact, (strategy, what)
         if strategy == "ddp":  # the next step adds to DDP's buckets from its first micro-batch on
             state.wrapped(*batch(world.rank))[0].backward()  # DDP makes its last buckets
             buckets = [p.grad.data_ptr() for p in model.parameters()]
@@ -141,24 +139,18 @@ def check_memory(world) -> None:
             with state.no_sync(True):
                 state.wrapped(*batch(world.rank))[0].backward()
             assert buckets == [p.grad.data_ptr() for p in model.parameters()]
-            head = model.head.weight
-            assert torch.equal(head.grad, torch.autograd.grad(model(*batch(world.rank))[0], head)[0])
 
 
 def check_who_writes_samples(world) -> None:
-    """Rank 0 alone, for which the others wait; all of them, if each holds a shard."""
-    texts, tokenizer = [], load_tokenizer("bytes")
-    dataset = SimpleNamespace(tokenizer=tokenizer, marker_ids={"response": -1}, vocab_size=None)
+    """Rank 0 alone; all of them, if each holds a shard."""
+    dataset = SimpleNamespace(tokenizer=load_tokenizer("bytes"), marker_ids={"response": -1}, vocab_size=None)
     state = SimpleNamespace(model=make(), averaged_weights=contextlib.nullcontext)
-    for strategy, writers in (("ddp", {0}), ("zero1", {0}), ("zero3", {0, 1})):
+    for strategy, writers in (("zero1", {0}), ("zero3", {0, 1})):
         args = flags_of(train_hrm, ["--strategy", strategy, "--sample-prompt", "a"])
-        run = SimpleNamespace(args=args, dataset=dataset, world=world, say=texts.append)
-        torch.distributed.barrier()
-        began = time.monotonic()
-        with mock.patch.object(sampling, "samples_of", lambda *_, **__: time.sleep(0.3) or [["b"]]):
+        run = SimpleNamespace(args=args, dataset=dataset, world=world, say=str)
+        with mock.patch.object(sampling, "samples_of", return_value=[["b"]]) as found:
             startup.run.sample(state, run, 1)
-        assert time.monotonic() - began > 0.2
-        assert texts.pop().endswith(":\nab\n" if world.rank in writers else ":\na\n")
+        assert found.called == (world.rank in writers)
 
 
 class Calls(TorchDispatchMode):
@@ -212,12 +204,12 @@ def check_bf16_shards(world) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model, ranks, strategies, changes", [
-    ("gpt2", 2, STRATEGIES, {}),
+    ("gpt2", 2, STRATEGIES, {"grad_clip": 0.1}),  # of the norm of all shards
     ("hrm", 2, ("ddp", "zero1", "zero2"), {"ema": 0.9, "halt": True, "optimizer": "adam-atan2"}),
     *(pytest.param(model, ranks, STRATEGIES, changes, marks=pytest.mark.long)
       for model, ranks, changes in (("gpt2", 4, {}), ("hrm", 2, PUBLISHED), ("mlm", 2, {})))])
-def test_strategies_compute_the_same(tmp_path, shards, model, ranks, strategies, changes, pytestconfig):
-    """And checkpoints of one are resumed under the next, with --long under any other; and by one process."""
+def test_strategies_compute_the_same(tmp_path, shards, model, ranks, strategies, changes):
+    """And checkpoints of one are resumed under the next, and by one process."""
     def run(wanted: dict):
         runs = [(model, name, changes | flags) for name, flags in wanted.items()]
         run_all(ranks, shards, tmp_path, runs, timeout=400)
@@ -225,28 +217,14 @@ def test_strategies_compute_the_same(tmp_path, shards, model, ranks, strategies,
     run({name: {"strategy": name} for name in strategies})
     for name in strategies:
         assert_close_runs(tmp_path / "ddp", tmp_path / name)
-    first = {name: changes | {"resume": first_checkpoint(tmp_path / name)} for name in strategies}
-    any_other = pytestconfig.getoption("--long")
-    pairs = {f"{a}-{b}": first[a] | {"strategy": b} for i, a in enumerate(strategies)
-             for b in (strategies if any_other else [strategies[i - 1]])}
+    pairs = {f"{old}-{new}": {"resume": first_checkpoint(tmp_path / old), "strategy": new}
+             for old, new in zip(strategies, (*strategies[1:], "ddp"))}
     run(pairs)
-    alone = TRAINERS[model].train(0, shards, tmp_path / "alone", **first[name])
+    alone = TRAINERS[model].train(0, shards, tmp_path / "alone", **changes,
+                                  resume=first_checkpoint(tmp_path / name))
     assert alone.code == 0, alone.out
     for name in (*pairs, "alone"):
         assert_resumes_alike(tmp_path / "ddp", tmp_path / name)
-
-
-@pytest.mark.full
-def test_the_comparison_would_notice(tmp_path, shards):
-    """A gradient norm of one's own shards, and averaged weights that zero2 does not gather again."""
-    flags = {"grad_clip": 0.1, "ema": 0.9, "steps": 10, "eval_every": 5}
-    zero2 = flags | {"strategy": "zero2"}
-    run_all(2, shards, tmp_path, [("gpt2", "ddp", flags), *(("gpt2", name, zero2, name)
-                                                            for name in ("", "norm", "ema"))])
-    assert_close_runs(tmp_path / "ddp", tmp_path / "")
-    for broken in ("norm", "ema"):
-        with pytest.raises(AssertionError):
-            assert_close_runs(tmp_path / "ddp", tmp_path / broken)
 
 
 BF16 = {"comm": "bf16", "d_model": 160, "n_layer": 3}  # more than fits DDP's first bucket
@@ -262,12 +240,12 @@ def test_what_is_rounded_or_skipped_resumes_bit_for_bit(tmp_path, shards):
     sample = {"strategy": "zero3", "eval_every": 5, "sample_every": 2, "save_every": 5, "max_new_tokens": 3}
 
     def skipping(step, suffix="", **changes):
-        return [("gpt2", f"{name}{suffix}", flags | changes, f"inf:{step}" if name == "bf16" else "")
+        return [("gpt2", f"{name}{suffix}", flags | changes, f"nan:{step}" if name == "bf16" else "")
                 for name, flags in runs.items()]
 
     run_all(2, shards, tmp_path, [
         *skipping(15), *skipping(15, "-fp32", comm="fp32"), ("gpt2", "ddp", ddp),
-        ("gpt2", "last", {"steps": 12}, "inf:12"), ("gpt2", "sample", sample | {"steps": 5})])
+        ("gpt2", "last", {"steps": 12}, "nan:12"), ("gpt2", "sample", sample | {"steps": 5})])
     for name in runs:
         copy_of_the_first_half(tmp_path / name, tmp_path / f"{name}-again")
     out = run_all(2, shards, tmp_path, [*skipping(5, "-again"), ("gpt2", "sample", sample)])
@@ -277,6 +255,8 @@ def test_what_is_rounded_or_skipped_resumes_bit_for_bit(tmp_path, shards):
         with pytest.raises(AssertionError):  # they are rounded
             assert_same_run(tmp_path / name, tmp_path / f"{name}-fp32")
     assert_close_runs(tmp_path / "ddp", tmp_path / "zero3", 3e-3)
+    with pytest.raises(AssertionError):
+        assert_close_runs(tmp_path / "ddp", tmp_path / "zero3")
     assert [r["step"] for r in steps_of(tmp_path / "bf16-again") if r["skipped"]] == [15]
     assert [step_of(path) for path in list_checkpoints(tmp_path / "last")] == [12, 10]
     text = (tmp_path / "sample" / "train.log").read_text()
