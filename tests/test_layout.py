@@ -3,7 +3,6 @@ and compare few sentences.
 """
 
 import ast
-import importlib
 import re
 import shutil
 import sys
@@ -12,11 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, finish, start
 from count_tokens import BOUNDS, sizes
-from states import flags_of
-
-from cli.flags import STRATEGIES
-from model import GPT2, HRM, MLM, num_params
-from startup import dry_run
 
 # Commands that forward to a higher floor, but only inside their main()
 FORWARD = {"data.py", "monitor.py"}
@@ -156,81 +150,41 @@ def test_what_is_named_is_there():
             # a file of a cluster's own, and a command that prints a file of an older commit
             assert (ROOT / name).exists() or name in ("cluster/.env", "bench/results/NAME.md"), (path, name)
     text = "".join(path.read_text() for path in [*GUIDES, *RESULTS])
-    lacking = re.findall(r"\.\./(?:shared|gpu)\b|(?<![\w.`~])/(?:work|root|tmp)/", text)  # by a reader
-    assert not lacking
     for path in (ROOT / "bench" / "results").iterdir():
         assert f"results/{path.name}" in text or f"({path.name})" in text, path
-
-
-def test_readme_is_one_page_with_the_line_that_ci_runs():
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 150
-    pattern, = re.findall(r"sed -n '/(.*)/p' README.md", (ROOT / ".ci" / "run").read_text())
-    assert re.findall(f"{pattern}.*", readme, re.M)[0].endswith("&& pytest tests")
-    low, high = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.M)[0]
-    pinned, = re.findall(r"^torch==([\d.]+)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.M)
-    numbers = [[*map(int, version.split("."))] for version in (low, pinned, high)]
-    assert numbers == sorted(numbers) and f"any torch from {low} to " in readme
-
-
-MEMORY = re.findall(r"^\| [\w-]+ ([\d.]+)([MB]) \(`train_(\w+)\.py (.+?)`\) \|([\d. |]+)\| ([\d.]+) "
-                    r"\((\d+) x (\d+)(?:, (\w+))?\) \|$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
-
-
-def rounded(cell: str) -> float:
-    """By how much a number may differ from what is printed."""
-    return 0.51 / 10 ** len(cell.partition(".")[2])
-
-
-def test_the_table_of_memory_is_what_dry_run_says():
-    assert len(MEMORY) == 8
-    for size, unit, name, flags, cells, *_ in MEMORY:
-        args = flags_of(importlib.import_module(f"train_{name}"), flags.split())
-        model = dry_run.empty_model({"gpt2": GPT2, "hrm": HRM, "mlm": MLM}[name], args)
-        assert abs(num_params(model) / {"M": 1e6, "B": 1e9}[unit] - float(size)) <= rounded(size)
-        for strategy, cell in zip(STRATEGIES, cells.strip(" |").split(" | "), strict=True):
-            held = sum(dry_run.memory_of(model, strategy, args, 8, activations=0).values()) / 1e9
-            assert abs(held - float(cell)) <= rounded(cell), (name, flags, strategy)
 
 
 # -----------------------------------------------------------------------------------------------------------
 # The tests themselves
 
 SENTENCE = re.compile(r"(?:[A-Za-z][A-Za-z'’,-]* ){3}[A-Za-z]{2,}")
-SENTENCES = 150  # in tests/
-DATA = {"write_text", "write_bytes", "dumps", "encode", "skip", "fail", "skipif", "importorskip"}
-
+SENTENCES = 20  # in tests/
 
 COMPARED = """
 'this is a docstring'
-TEXT = 'this is one of the data'
 path.write_text('this is one of the data')
 assert 'run this in train.py now' in out, 'this is a message'
 assert 'compares this one sentence' in f'{name}: this is one too'
+with pytest.raises(ValueError, match='a third of these sentences'): pass
 """
-FOUND = ["compares this one sentence", ": this is one too"]
+FOUND = {"compares this one sentence", ": this is one too", "a third of these sentences"}
 
 
 def sentences(path: Path) -> list[str]:
-    """Texts of four or more words, which a new wording may break. Docstrings, data, commands, the messages of
-    a test and the names of its parameters don't count.
+    """Texts of four or more words in assertions, `match` and parameters, which a new wording may break.
+    Commands don't count.
     """
-    text = path.read_text()
-    tree = ast.parse(text)
-    skipped = [node for node in tree.body if isinstance(node, ast.Assign) and text.splitlines()[
-        node.lineno - 1].partition(" = ")[0].isupper()]
-    nodes = [*ast.walk(tree)]
-    for node in nodes:
-        call = getattr(node, "func", None)
-        is_data = getattr(call, "attr", getattr(call, "id", None)) in DATA
-        if is_data or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            skipped.append(node)
-        elif isinstance(node, ast.Assert) and node.msg:
-            skipped.append(node.msg)
-    skipped = {each for node in skipped for each in ast.walk(node)}
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in skipped]
+    compared = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assert):
+            compared.append(node.test)
+        elif getattr(node, "arg", "") == "match":
+            compared.append(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize":
+            compared += node.args[1:]
+    texts = [node.value for part in compared for node in ast.walk(part) if isinstance(node, ast.Constant)]
     return [text for text in texts if isinstance(text, str) and SENTENCE.search(text)
-            and not re.search(r"\n| --|\.py |^\w+(, \w+)+$", text)]
+            and not re.search(r"\n| --|\.py ", text)]
 
 
 def test_few_sentences_are_compared(tmp_path):
@@ -238,7 +192,7 @@ def test_few_sentences_are_compared(tmp_path):
     assert sum(found.values()) <= SENTENCES, sorted(found.items(), key=lambda item: -item[1])[:9]
     path = tmp_path / "test_a.py"
     path.write_text(COMPARED)
-    assert sentences(path) == FOUND
+    assert {*sentences(path)} == FOUND
 
 
 GOOD = """

@@ -112,7 +112,3 @@ def test_a_slow_network_is_measured_with_less(monkeypatch, capsys, ms, limit, la
     assert calls == [(1000, 21), (10**6, 7), (large * 10**6, repetitions)]
     said = capsys.readouterr().out
     assert f"{large * ms:9.2f} ms, {12 / ms:7.3f} Gbit/s" in said and f" {0.4 * ms:.3g} s " in said
-
-
-def test_no_function_that_pytest_collects():
-    assert not [name for name in vars(test_ddp) if name.lower().startswith("test")]

@@ -53,8 +53,3 @@ def test_what_is_whole_is_in_a_table_and_the_rest_is_named(tmp_path, train, kern
     named = found.partition("fully measured")[2].partition("Commands:")[0]
     assert all(row in found for row in rows) and all(what in named for what in left_out), found
     assert not any(what in found for what in absent), found
-
-
-def test_without_a_part_it_says_what_each_needs():
-    done = subprocess.run(["bash", ROOT / "bench" / "gpu.sh"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and all(f"bench/gpu.sh {part} " in done.stdout for part in "ABCDE")

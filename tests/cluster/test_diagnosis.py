@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import fork
 from runs import Trainer
 
 import ddp_utils
@@ -84,8 +83,3 @@ def test_an_outdated_driver_is_one_sentence(monkeypatch):
     words = "found 11040", "580", "wsl --update", "cu126", "docs/clusters.md", "--device cpu"
     assert all(word in str(found.value) for word in words) and "\n" not in str(found.value)
     assert ddp_utils.choose_device("auto", "cpu", 1)[0].type == "cpu"
-
-
-def test_one_process_whose_interface_is_down_is_not_sent_to_other_nodes(shards, tmp_path):
-    done = fork(0, GPT2.script, *GPT2.flags(shards, tmp_path / "run"), GLOO_SOCKET_IFNAME="gone0")
-    assert done.code == 1 and "gone0" in done.out and "ip link set lo up" in done.out, done.out

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from waiting import wait_for
 
 from cli.errors import RetryableError, RunError, UserError
 from cluster import heartbeat
@@ -44,13 +45,6 @@ def beating(store):
     for each in made:
         each.leaves_last = False
         each.stop("")
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------------ join
@@ -122,7 +116,7 @@ def test_another_world_size_is_named_by_all(beating):
     """The one that has it ends; the others, who wait for ranks that never come, say why."""
     first, second = beating(0, 3), beating(1, 2)
     waiting = in_background(first.wait_for_all)
-    eventually(lambda: first.store.check(["world size"]))
+    wait_for(lambda: first.store.check(["world size"]))
     with pytest.raises(UserError, match="WORLD_SIZE is 2 here and 3") as refused:
         second.wait_for_all()
     second.stop(str(refused.value))
@@ -204,7 +198,7 @@ def test_the_cause_of_a_failed_collective(beating, monkeypatch, one, two, cause)
     assert pytest.raises(RunError, match=cause).matches(RunError(found)), found
     assert ignored == [(signal.SIGTERM, signal.SIG_IGN)]  # torchrun sends it meanwhile
     if found and two is not be_lost:
-        eventually(lambda: two is end or ranks[2].cause)
+        wait_for(lambda: two is end or ranks[2].cause)
         assert two is end or ranks[2].find_cause() == found
 
 

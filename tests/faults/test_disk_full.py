@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from processes import Group
 from runs import Trainer, assert_same_run, steps_of
+from waiting import wait_for
 
 from ddp_utils import list_checkpoints, read_checkpoint
 
@@ -59,20 +60,17 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     out = disk / "run"
     flags = {"steps": 120, "save_every": 5, "eval_every": 30, "batch": 6, "schedule": "constant"}
     group = start(out, shards, **flags)
-    deadline = time.monotonic() + 60
 
-    def wait_for(pattern):
-        while not re.search(pattern, group.text):
-            assert group.all_alive and time.monotonic() < deadline, group.text
-            time.sleep(0.002)
+    def wait(pattern):
+        wait_for(lambda: re.search(pattern, group.text), 60, lambda: group.all_alive, lambda: group.text)
 
-    wait_for("step 25/")
+    wait("step 25/")
     ballast = fill(disk, leave)
     if not leave:  # a checkpoint that was half written gives its room back
-        wait_for(r"WARNING: step_")
+        wait(r"WARNING: step_")
         fill(disk)
     full = max(map(int, re.findall(r"step (\d+)/", group.text)))
-    wait_for(f"step {full + 35}/")
+    wait(f"step {full + 35}/")
     assert not [p for p in out.glob("checkpoints/.tmp-*") if time.time() - p.stat().st_mtime > 1]
     for path in list_checkpoints(out):
         read_checkpoint(path)
@@ -89,9 +87,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(disk, shards):
     out, flags = disk / "run", {"steps": 200, "save_every": 20}
     group = start(out, shards, **flags)
-    while not list_checkpoints(out):
-        assert group.all_alive, group.text
-        time.sleep(0.005)
+    wait_for(lambda: list_checkpoints(out), 60, lambda: group.all_alive)
     ballast = fill(disk)
     assert "step 200" in fails(group)
     fails(start(out, shards, **flags))  # as long as the disk is full, starting again does not help

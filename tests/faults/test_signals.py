@@ -21,6 +21,7 @@ import torch
 from conftest import finish, start, torchrun
 from processes import Group, marked
 from runs import Trainer, assert_same_run, evaluations_of, log_of, worker
+from waiting import wait_for
 
 import data
 import model
@@ -37,13 +38,6 @@ TEXT = "".join(f"{n} and {n * n} more words\n" for n in range(200_000))
 def in_full(first, *others) -> list:
     """The first value in the first tier, the others with --full."""
     return [first, *(pytest.param(*other, marks=pytest.mark.full) for other in others)]
-
-
-def wait_for(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
-        time.sleep(0.005)
 
 
 def trains(out) -> bool:
@@ -301,4 +295,5 @@ def test_a_snapshot_is_written_though_another_process_dies(tmp_path, shards):
     wait_for(begun.exists)
     group.send(SIGKILL, rank=1)
     done = group.finish()
-    assert done.code == 1 and [p.name[:13] for p in list_checkpoints(out)] == ["step_00000020"], done.out
+    assert done.code == 1 and re.search("^error: rank 1 on node0 .* stopped", done.out, re.M), done.out
+    assert [path.name[:13] for path in list_checkpoints(out)] == ["step_00000020"]

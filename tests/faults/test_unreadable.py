@@ -5,7 +5,6 @@ for every other OSError.
 """
 
 import errno
-import mmap
 import os
 import shutil
 import stat
@@ -76,15 +75,6 @@ def test_a_run_that_cannot_be_read_stays_as_it_is(trained, shards, tmp_path, nam
     path.with_name(f"kept-{path.name}").rename(path)
     assert TRAINER.train(0, shards, out).code == 0
     assert_same_run(trained, out)
-
-
-def test_a_checkpoint_that_is_a_link_to_nothing_stays_the_newest(trained, shards, tmp_path):
-    out = tmp_path / "run"
-    copy_of_the_first_half(trained, out)
-    link = out / "checkpoints" / list_checkpoints(trained)[0].name
-    link.symlink_to("/not/mounted")
-    said, = errors_of(TRAINER.train(0, shards, out), 1)
-    assert str(link) in said and link.is_symlink() and len(list_checkpoints(out)) == 2
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train_000000.bin"])
@@ -178,15 +168,6 @@ def test_a_file_system_that_cannot_map_files(trained, shards, tmp_path, monkeypa
     assert TRAINER.train(0, shards, out, export="hf").code == 0
     theirs, ours = from_hf(GPT2, str(out / "hf")), load_run(GPT2, out)[0]
     assert torch.equal(theirs.positions.weight, ours.positions.weight)
-
-
-def test_shards_are_mapped_privately_and_not_read(shards, monkeypatch):
-    """Fewer file systems can map a file as shared."""
-    flags, path, real = [], shards / "train_000000.bin", mmap.mmap
-    monkeypatch.setattr("mmap.mmap", lambda *args: flags.append(args[2:]) or real(*args))
-    tokens = data.open_shard(path)
-    assert flags == [(mmap.MAP_PRIVATE, mmap.PROT_READ)] and not tokens.flags.writeable
-    assert len(tokens) == data.read_manifest(shards)["shards"][0]["tokens"]
 
 
 @pytest.mark.parametrize("inside", [False, True])

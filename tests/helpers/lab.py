@@ -13,7 +13,6 @@ same time do not see each other. Needs root and iproute2, else Unavailable says 
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -55,7 +54,6 @@ class Lab:
             raise Unavailable("network namespaces need root")
         if missing := [program for program in ("ip", "tc") if not shutil.which(program)]:
             raise Unavailable(f"{' and '.join(missing)} of iproute2 missing")
-        remove_leftovers()
         self.directory = Path(tempfile.mkdtemp(prefix="lab-"))
         try:
             ip("netns", "add", self.switch)
@@ -69,8 +67,9 @@ class Lab:
                 ip("-n", node, "address", "add", f"192.168.50.{20 + i}/24", "dev", "eth0")
                 ip("-n", node, "link", "set", "eth0", "up")
                 ip("-n", node, "link", "set", "lo", "up")
-                if self.rate:
-                    self.limit(i, self.rate)
+                for space, device in [(node, "eth0"), (self.switch, f"port{i}")] if self.rate else []:
+                    ip("-n", space, "qdisc", "replace", "dev", device, "root", "tbf", "rate", self.rate,
+                       "burst", "256kb", "latency", "50ms", program="tc")
                 self.home(i).mkdir()
         except BaseException:
             self.__exit__()
@@ -79,16 +78,12 @@ class Lab:
 
     def __exit__(self, *_):
         for namespace in (*self.nodes, self.switch):
-            remove(namespace)
+            if Path("/run/netns", namespace).exists():
+                kill_all(namespace)
+                ip("netns", "delete", namespace)
         for process in self.processes:
             process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def limit(self, node: int, rate: str) -> None:
-        """Limits what a node sends and receives, from now on."""
-        for namespace, device in ((self.nodes[node], "eth0"), (self.switch, f"port{node}")):
-            ip("-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
-               "burst", "256kb", "latency", "50ms", program="tc")
 
     def home(self, node: int) -> Path:
         """The directory in which the commands of a node run."""
@@ -119,8 +114,8 @@ class Lab:
         try:
             return process.wait(timeout), process.text.read_text()
         except subprocess.TimeoutExpired:
-            everything = "\n".join(f"{p.args[3]}:\n{p.text.read_text()}" for p in self.processes)
-            raise TimeoutError(f"still running after {timeout} s: {process.args}\n{everything}") from None
+            everything = "\n".join(each.text.read_text() for each in self.processes)
+            raise TimeoutError(everything) from None
 
     def kill(self, node: int) -> None:
         """Kills all processes of a node. The kernel closes their connections; pull the plug first if not."""
@@ -141,19 +136,3 @@ def kill_all(namespace: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
-
-
-def remove(namespace: str) -> None:
-    """Kills what runs in a namespace and deletes it, if it exists."""
-    if Path("/run/netns", namespace).exists():
-        kill_all(namespace)
-        ip("netns", "delete", namespace)
-
-
-def remove_leftovers() -> None:
-    """Removes the labs of test processes that no longer exist."""
-    for namespace in Path("/run/netns").glob("lab-*"):
-        match = re.fullmatch(r"lab-(\d+)-.*", namespace.name)
-        if match and not Path("/proc", match[1]).exists():
-            with contextlib.suppress(Unavailable):  # another test run removes it at this moment
-                remove(namespace.name)

@@ -60,23 +60,9 @@ def become_a_mac(patch=None) -> None:
     patch.setattr(sys, "platform", "darwin")
 
 
-def call_linux() -> None:
-    """The control: what the program would do without its guards."""
-    import ddp_utils
-    from ops import device
-    ddp_utils.cpu_count = lambda: len(os.sched_getaffinity(0))
-    device.keep_freed_memory = lambda: ctypes.CDLL(None).mallopt(-1, -1)
-    become_a_mac()
-
-
 FLAGS = {"steps": 4, "save_every": 2, "eval_every": 4, "max_new_tokens": 2}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", **FLAGS), "hrm": Trainer("train_hrm.py", ff=64, **FLAGS),
             "mlm": Trainer("train_mlm.py", **FLAGS | {"ff": 48, "window": 16, "max_new_tokens": None})}
-
-
-def train(trainer, ranks: int, shards, out, fault=become_a_mac, **env):
-    return Group(trainer.script, *trainer.flags(shards, out), ranks=ranks, fault=fault, fault_rank=mock.ANY,
-                 **env).finish(60)
 
 
 @pytest.mark.parametrize("name, ranks", [
@@ -84,18 +70,11 @@ def train(trainer, ranks: int, shards, out, fault=become_a_mac, **env):
 def test_each_trainer_has_the_same_losses(name, ranks, shards, tmp_path):
     trainer = TRAINERS[name]
     loopback = {} if ranks else {"GLOO_SOCKET_IFNAME": "lo"}  # that of macOS, lo0, is not here
-    done = train(trainer, ranks, shards, tmp_path / "mac", **loopback)
+    done = Group(trainer.script, *trainer.flags(shards, tmp_path / "mac"), ranks=ranks, fault=become_a_mac,
+                 fault_rank=mock.ANY, **loopback).finish(60)
     assert done.code == 0 and "training complete" in done.out, done.out
     here = trainer.fork(ranks, shards, tmp_path / "linux")
     assert here.code == 0 and log_of(tmp_path / "mac") == log_of(tmp_path / "linux"), here.out
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks, fault, named", [(2, call_linux, "AttributeError"), (0, become_a_mac, "lo0")])
-def test_without_its_guards_a_trainer_does_not_train(shards, tmp_path, ranks, fault, named):
-    """The controls. On Linux there is no interface lo0, which one process takes by itself on a Mac."""
-    done = train(TRAINERS["gpt2"], ranks, shards, tmp_path / "a", fault)
-    assert done.code and named in done.out, done.out
 
 
 def test_each_name_that_is_guarded_is_gone_and_does_without(monkeypatch):
