@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import ROOT, finish, start
@@ -48,9 +49,7 @@ def test_the_name_says_trainer_size_and_data(trainer, flags, name, tmp_path, mon
 def test_a_lock_is_lost_only_to_another_run(disk, tmp_path, monkeypatch):
     """Not where a file is numbered differently, nor while a disk is away."""
     def fail(number):
-        def fails(*_):
-            raise OSError(number, os.strerror(number))
-        return fails
+        return mock.Mock(side_effect=OSError(number, os.strerror(number)))
 
     lock, path = RunLock(tmp_path / "run"), tmp_path / "run" / ".lock"
     assert not lock.lost()  # as on the other ranks
@@ -127,6 +126,9 @@ def test_a_run_knows_its_code_and_says_once_what_has_changed(shards, tmp_path, c
     assert trainer.read_bytes() == (ROOT / "train_gpt2.py").read_bytes()
     copies = {path.relative_to(out / "model") for path in (out / "model").rglob("*.py")}
     assert all((out / "model" / name).read_bytes() == (ROOT / name).read_bytes() for name in copies)
+    help_of_the_copy = [sys.executable, trainer, "--help"]  # the copies are a whole program
+    done = finish(start(help_of_the_copy, cwd=tmp_path, PYTHONPATH=out / "model"))
+    assert done.code == 0 and str(ROOT) not in done.out, done.out
     config = json.loads((out / "config.json").read_text())
     assert config["settings"]["BETAS"] == [0.9, 0.95] and "SIZES" not in config["settings"]
     assert config["parameters"] == sum(p.numel() for p in load_run(model.GPT2, out)[0].parameters())
@@ -148,14 +150,6 @@ def test_a_run_knows_its_code_and_says_once_what_has_changed(shards, tmp_path, c
     assert "BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
 
 
-@pytest.mark.full
-def test_the_copies_are_a_whole_program(shards, tmp_path):
-    assert GPT2.fork(2, shards, tmp_path / "run", steps=2).code == 0
-    help_of_the_copy = [sys.executable, tmp_path / "run" / "trainer.py", "--help"]
-    done = finish(start(help_of_the_copy, cwd=tmp_path, PYTHONPATH=tmp_path / "run" / "model"))
-    assert done.code == 0 and str(ROOT) not in done.out, done.out
-
-
 @pytest.mark.parametrize("text, trainer, starts", [
     ("[]", "mine.py", 1), ('{"commands": null}', "mine.py", 1), ('{"commands": ["a"]}', "mine.py", 1),
     ('{"commands": ["a"], "commits": ["b"]}', "mine.py", 2), ("{}", "gone.py", 0)])
@@ -174,14 +168,10 @@ def test_no_shape_of_config_json_ends_a_start(text, trainer, starts, tmp_path):
 
 
 def test_the_commit_of_a_start(tmp_path, monkeypatch):
-    def git(*words):
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", tmp_path, *author, *words], check=True, capture_output=True)
-
     assert commit_of(tmp_path) is None
     (tmp_path / "a.py").write_text("")
     for words in (["init"], ["add", "a.py"], ["commit", "-m", "a"]):
-        git(*words)
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
     clean = commit_of(tmp_path)
     (tmp_path / "a.py").write_text("1")
     assert re.fullmatch("[0-9a-f]{40}", clean) and commit_of(tmp_path) == f"{clean}-dirty"

@@ -95,9 +95,12 @@ def test_a_metric_cannot_have_a_name_that_results_have(name, evaluated):
 @pytest.mark.parametrize("found", [None, {"own": 3.0}, {"own": "ab"}, {"own": (torch.ones(2), 1)},
                                    {"own": (1, 2, 3)}])
 def test_a_metric_that_is_no_sum_with_a_count_is_refused(found):
+    def own(model, x, y):
+        pass
+
     with pytest.raises(UserError, match=r'\{"own": \(sum, count\)\}'):
-        refuse_odd_metric(test_a_metric_that_is_no_sum_with_a_count_is_refused, found)
-    refuse_odd_metric(None, {"own": (1, 2), "other": (torch.ones((), requires_grad=True), numpy.float32(2))})
+        refuse_odd_metric(own, found)
+    refuse_odd_metric(own, {"own": (1, 2), "other": (torch.ones((), requires_grad=True), numpy.float32(2))})
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

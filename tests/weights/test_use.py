@@ -3,13 +3,9 @@
 """
 
 import errno
-import functools
 import io
 import os
-import pty
-import select
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,10 +98,6 @@ def relu_squared(x, approximate="none"):
     return F.relu(x).square()
 
 
-def scaled(self, idx):
-    return 2 * nn.Embedding.forward(self, idx)
-
-
 def exchanged(q, k, v, *mask):  # the values of heads
     return models.cpu_attention(q, k, v.flip(1), *mask)
 
@@ -115,8 +107,6 @@ EDITS = {
         models, "F", SimpleNamespace(**vars(F) | {"gelu": relu_squared, "silu": F.relu}))),
     "epsilon": ("gpt2 mlm hrm modern", lambda m, patch: [
         setattr(module, "eps", 1.0) for module in m.modules() if hasattr(module, "eps")]),
-    "scale": ("hrm modern gpt2", lambda m, patch: setattr(
-        m.embed, "forward", functools.partial(scaled, m.embed))),
     # which only bfloat16 enters
     "heads": ("gpt2 modern hrm mlm", lambda m, patch: (
         use_device(m, CPU, torch.bfloat16),
@@ -160,10 +150,8 @@ def test_what_cannot_be_compared_is_exported_with_a_line(tmp_path, capsys, monke
     for form in FORMS:
         assert "0.0 GB" in said(form, psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     assert "mmap" in said("hf", FORMS, "hf", (to_hf, unmapped))
-    llama_cpp, gguf = sys.modules["weights.llama_cpp"], sys.modules["gguf"]
-    assert "xllamacpp_absent" in said("gguf", llama_cpp, "ASK", "import xllamacpp_absent")
-    writer = gguf.GGUFWriter
-    assert "architecture" in said("gguf", gguf, "GGUFWriter", lambda path, _: writer(path, "of later"))
+    assert "xllamacpp_absent" in said("gguf", sys.modules["weights.llama_cpp"], "ASK",
+                                      "import xllamacpp_absent")
 
 
 @pytest.mark.parametrize("seq_len", [1, 48])
@@ -258,34 +246,6 @@ def test_one_thing_at_a_time(words, both, run):
     assert done.code == 2 and both in done.out, done.out
 
 
-def typed(*parts: bytes) -> str:
-    """What a prompt of --chat makes of keys in a terminal."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        try:
-            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-            os.environ["TERM"] = "xterm"
-            os.write(1, f"ANSWER {use.typed()} END".encode())
-        finally:
-            os._exit(0)
-    shown, deadline, keys = b"", time.monotonic() + 120, list(parts)
-    while b" END" not in shown:
-        assert time.monotonic() < deadline, shown
-        if select.select([terminal], [], [], 0.1)[0]:
-            shown += os.read(terminal, 65536)
-        elif b"> " in shown and keys:  # one after the other, as they are typed
-            os.write(terminal, keys.pop(0))
-    os.close(terminal)
-    os.waitpid(pid, 0)
-    return shown.decode().partition("ANSWER ")[2].removesuffix(" END")
-
-
-def test_lines_are_edited_and_may_be_long():
-    pytest.importorskip("readline")
-    assert typed(b"abc\x1b[D\x1b[Dx\r") == "axbc"
-    assert typed(b"a" * 3000, b"b" * 3000, b"\r") == "a" * 3000 + "b" * 3000
-
-
 def test_ctrl_c_ends_an_answer_and_then_the_chat(run, monkeypatch):
     asked = []
 
@@ -302,8 +262,10 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat(run, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr(use, "samples_of", answer)
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
     done = TRAINER.here("--out", run, "--chat")
     assert done.code == 0 and done.out == "\nanswered\n" and len(asked) == 3, done.out
+    assert "readline" in sys.modules  # input() edits lines, and takes very long ones
 
 
 # --------------------------------------------------------- models that generate otherwise than they learn
@@ -365,11 +327,10 @@ class Mine(GPT2):
 
 
 RIGHT = [
-    (GPT2, {"modern": True}), (GPT2, {"dropout": 0.5}), (GPT2, {"seq_len": 1}),
+    (GPT2, {"modern": True}), (GPT2, {"seq_len": 1}),
     (GPT2, PAIRS | {"attention": "isolated", "modern": True}), (GPT2, PAIRS | {"attention": "prefix"}),
-    (GPT2, PAIRS | {"attention": "causal"}), (GPT2, {"attention": "isolated", "start": 57}),
-    (HRM, PAIRS | {"halt": True}), (HRM, {"h_cycles": "2:4"}),
-    (HRM, {"halt": True, "dropout": 0.1, "inject_input": True}),
+    (GPT2, {"attention": "isolated", "start": 57}),
+    (HRM, PAIRS | {"h_cycles": "2:4"}), (HRM, {"halt": True, "dropout": 0.1, "inject_input": True}),
     (changed(lambda x: 0.1 * torch.randn_like(x)), {}), (Counting, {}), (Mine, {}),
     (Recurrent, {"width": 16})]
 WRONG = [
