@@ -81,6 +81,10 @@ def test_a_lock_is_lost_only_to_another_run(disk, tmp_path, monkeypatch):
     lock._file.close()
 
 
+def files_of(out: Path) -> dict:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("how", ["moved", pytest.param("taken", marks=pytest.mark.full)])
 def test_a_run_whose_directory_is_not_its_own_ends_without_writing(how, tmp_path, shards):
     """At its next save, on all ranks. A run that was moved resumes where it is now."""
@@ -96,12 +100,12 @@ def test_a_run_whose_directory_is_not_its_own_ends_without_writing(how, tmp_path
         shutil.rmtree(out, ignore_errors=True)
     if how == "taken":
         assert GPT2.fork(0, shards, out, steps=8, seed=1).code == 0
-    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    files = files_of(out)
     group.send(signal.SIGCONT)
     done = group.finish(60)
     assert done.code == 2 and done.out.count(f"error: {out} ") == 2, done.out
     assert out.exists() == (how == "taken")
-    after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    after = files_of(out)
     assert files.items() <= after.items()
     # TensorBoard's writer opens its file for each point, so until the next save it may make that again
     assert {path.parent.name for path in after.keys() - files.keys()} <= {"tb"}

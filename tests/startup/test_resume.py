@@ -39,7 +39,6 @@ def compared(branch: bool = False, saved=(), settings=(), **identity) -> list[tu
 
 @pytest.mark.parametrize("change, said", [
     ({}, None), ({"settings": {"lr": 2.0}}, ("lr", "2.0", "1.0")),
-    ({"settings": {"ema": 0.5}}, ("ema", "0.5", "0.9")),
     ({"settings": {"init_from": "base/"}}, ("init_from", "base/", "base")),
     ({"settings": {"max_samples": 9}}, ("max_samples", "9", "None")),
     ({"saved": {"max_samples": 150}}, ("max_samples", "150,", None)),  # said again
@@ -55,7 +54,7 @@ def test_what_may_change_is_said(change, said):
     ({"data": "2" * 64, "settings": {"data": "text:b"}}, ["text:a (111111111111)", "text:b (222222222222)"]),
     ({"settings": {"ema": 0.0}}, ["ema 0.9", " 0.0"]), ({"seq_len": 16}, ["seq_len 8", " 16"]),
     ({"settings": {"seed": 1}}, ["seed 0", " 1"]),
-    ({"loss_on": "response"}, ["loss_on all"]), ({"settings": {"optimizer": "muon"}}, ["optimizer adamw"]),
+    ({"loss_on": "response"}, ["loss_on all"]),
     ({"saved": {"init_from": None}, "settings": {"init_from": "base"}}, ["init_from None", "base"]),
     ({"settings": {"trainer": "mine.py"}}, ["mine.py", "--resume run/step.pt"])])
 def test_what_may_not_change_is_named_with_a_way_on(change, named):
@@ -91,8 +90,7 @@ def test_a_run_keeps_its_shape():
     assert shape(HRM, False, init="identity", attention="causal").keys() == kept.keys() - {
         "init", "attention"}
     without = {name: value for name, value in HRM.items() if name != "qk_norm"}  # as older weights
-    assert shape(without)["qk_norm"] == HRMConfig().qk_norm
-    assert "qk_norm" not in shape(without, False)
+    assert "qk_norm" in shape(without) and "qk_norm" not in shape(without, False)
 
 
 def test_each_flag_that_has_a_kind_exists():

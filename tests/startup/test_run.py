@@ -190,10 +190,11 @@ def test_a_fine_tuning_resumes_without_its_base(tmp_path, shards):
     assert trainer.train(0, shards, whole, init_from=base, **flags).code == 0
     assert read_checkpoint(list_checkpoints(whole)[0])["seq_len"] == 32
     base.rename(tmp_path / "elsewhere")
-    for name, given in (("with", {"init_from": base}), ("without", {})):
-        copy_of_the_first_half(whole, tmp_path / name)
-        assert trainer.train(0, shards, tmp_path / name, **flags | given).code == 0
-        assert_same_run(whole, tmp_path / name)
+    for given in (base, None):
+        out = tmp_path / str(given is None)
+        copy_of_the_first_half(whole, out)
+        assert trainer.train(0, shards, out, init_from=given, **flags).code == 0
+        assert_same_run(whole, out)
 
 
 # ------------------------------------------------------------------------------------------------- going back

@@ -83,7 +83,6 @@ def test_each_evaluation_draws_the_same_numbers_and_a_stop_cuts_it_short(evaluat
     first, second = (evaluated(lambda model, x, y: {"drawn": (torch.rand(()), 1)}) for _ in range(2))
     assert first == second and 0 < first["val_drawn"] < 1
     assert evaluated(votes=(0, 15)) is None and evaluated(votes=(0, 0, 15)) is None
-    assert evaluated(votes=(0, 0, 0))
 
 
 @pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "nats", "best_metric", "x/y"])
@@ -118,7 +117,7 @@ def test_a_validation_set_shorter_than_a_row_is_named(corpus, tmp_path):
 
 
 @pytest.mark.full
-def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
+def test_more_cycles_and_mistakes(shards, corpus, tmp_path):
     """With --eval-only, which takes no lock."""
     out = tmp_path / "run"
     hrm = Trainer("train_hrm.py", max_new_tokens=2, steps=6, ff=64, h_cycles=1, l_cycles=2)
@@ -134,11 +133,8 @@ def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
     assert_as_logged(result(only(ranks=2, strategy="zero3")), out)
     best = result(only(out=None, resume=out / "checkpoints" / "best.pt"))
     more = result(only(eval_cycles=5))
-    further = result(only(prepare(f"text:{corpus}", tmp_path / "other", "bytes", val_split="tail:0.2")))
     assert same["val_loss"] == best["val_loss"] and (same["val_cycles"], more["val_cycles"]) == (1, 5)
-    assert len({same["val_loss"], more["val_loss"], further["val_loss"]}) == 3 and further["data"] == "other"
+    assert same["val_loss"] != more["val_loss"] and same["data"] == shards.name
     foreign = prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
-    nothing = prepare(f"text:{corpus}", tmp_path / "nothing", "bytes", val_split="hash:0.0001")
-    for done, named in ((only(foreign), "bytes"), (only(nothing), "nothing"),
-                        (only(out=tmp_path / "missing"), "missing")):
+    for done, named in ((only(foreign), "bytes"), (only(out=tmp_path / "missing"), "missing")):
         assert done.code == 2 and named in done.out, done.out

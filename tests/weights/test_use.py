@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -78,12 +79,8 @@ def test_what_is_right_is_exported_and_what_is_wrong_is_not(name, form, tmp_path
             block.down.weight = nn.Parameter(block.down.weight[:, :-8].clone())
         FORMS[form][0](other, path, tokenizer)
 
-    def full(model, path, tokenizer):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def interrupted(path, row):
-        raise KeyboardInterrupt
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     for kind, broken in ((UserError, {"write": changed}), (UserError, {"write": misshapen}),
                          (RetryableError, {"write": full}), (KeyboardInterrupt, {"load": interrupted})):
         with pytest.raises(kind):
@@ -133,8 +130,7 @@ def test_an_edited_forward_is_refused(edit, name, form, tmp_path, monkeypatch):
 
 def test_what_cannot_be_compared_is_exported_with_a_line(tmp_path, capsys, monkeypatch):
     """An absent package, one that lacks the family, too little memory, and a file that cannot be mapped."""
-    def unmapped(path, row):
-        raise RuntimeError(f"unable to mmap 99 bytes from file <{path}>: No such device (19)")
+    unmapped = mock.Mock(side_effect=RuntimeError("unable to mmap 99 bytes: No such device (19)"))
 
     def said(form: str, target, name, value) -> str:
         with monkeypatch.context() as patch:
@@ -163,16 +159,13 @@ def test_a_tokenizer_without_latin_letters_can_be_exported(seq_len, tmp_path, ca
 
 def test_files_of_others_and_a_link_stay(tmp_path, monkeypatch):
     """In an hf/ on another disk, and where modes cannot change, as in a mounted bucket."""
-    def refused(*args, **kwargs):
-        raise PermissionError(1, "Operation not permitted")
-
     (tmp_path / "elsewhere").mkdir()
     for name in ("README.md", "config.json"):
         (tmp_path / "elsewhere" / name).write_text("mine")
     (tmp_path / "hf").symlink_to(tmp_path / "elsewhere")
     with monkeypatch.context() as patch:
         for name in ("chmod", "utime", "setxattr"):
-            patch.setattr(os, name, refused)
+            patch.setattr(os, name, mock.Mock(side_effect=PermissionError(1, "")))
         export(made("gpt2"), tmp_path, load=lambda path, row: made("gpt2")(row)[0])
     assert (tmp_path / "elsewhere" / "README.md").read_text() == "mine" and (tmp_path / "hf").is_symlink()
     assert "gpt2" in (tmp_path / "elsewhere" / "config.json").read_text()
@@ -220,13 +213,10 @@ def test_a_text_of_the_model_is_alone_on_stdout(flags, begins, run, capsys):
 @pytest.mark.parametrize("command", [["--prompt", "a"], ["--eval-only"], ["--export"]])
 def test_a_reader_that_is_gone_is_no_error(command, run, monkeypatch):
     """As after `| head`. An export is made even so."""
-    def gone(*args, **_):
-        raise BrokenPipeError
-
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--out", str(run), "--max-new-tokens", "2", *command])
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", io.StringIO())
-        patch.setattr(sys.stdout, "write", gone, raising=False)
+        patch.setattr(sys.stdout, "write", mock.Mock(side_effect=BrokenPipeError), raising=False)
         train_gpt2.main()
     assert command != ["--export"] or (run / "hf" / "config.json").exists()
 
