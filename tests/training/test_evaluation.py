@@ -85,7 +85,7 @@ def test_each_evaluation_draws_the_same_numbers_and_a_stop_cuts_it_short(evaluat
     assert evaluated(votes=(0, 15)) is None and evaluated(votes=(0, 0, 15)) is None
 
 
-@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "nats", "best_metric", "x/y"])
+@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "best_metric", "x/y"])
 def test_a_metric_cannot_have_a_name_that_results_have(name, evaluated):
     with pytest.raises(UserError, match=f" called {name}"):
         evaluated(lambda model, x, y: {"own": (1, 1), name: (1, 1)})

@@ -62,4 +62,3 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(shards, 
     trainer = changed(tmp_path / "train_reads.py", (HEAD, "import data"), (code, "log, meta, "))
     done = trainer.train(0, shards, tmp_path / "run", init_from=base, attention="isolated", steps=1)
     assert done.code == 0 and "SAME [True, False]" in done.out, done.out
-    assert done.out.count("causal attention") == 1, done.out
