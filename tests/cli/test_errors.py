@@ -8,7 +8,7 @@ import pytest
 import train_mlm
 from cli.errors import UserError, first_line, from_launcher, joined, local_rank, needed
 from prepare import sources
-from vocab import bpe, tokenizer
+from vocab import bpe
 from weights import use
 
 
@@ -20,8 +20,7 @@ def use_gguf():
 
 NEED = [("gguf", use_gguf), ("pyarrow", lambda: next(sources.read_parquet(SimpleNamespace(
             dataset="parquet:x", files=[]), None))),
-        ("tokenizers", lambda: bpe.train_bpe(["a"], 300)),
-        ("tokenizers", lambda: tokenizer.parse_tokenizer_json("own", "{}"))]
+        ("tokenizers", lambda: bpe.train_bpe(["a"], 300))]
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "SystemExit"])

@@ -1,13 +1,11 @@
 """Help, types of flags, and hints for unknown flags."""
 
 import argparse
-import importlib
 import io
 import re
 import sys
 
 import pytest
-from conftest import ROOT
 
 import test_ddp
 import train_gpt2
@@ -16,9 +14,6 @@ import train_mlm
 from cli.errors import UserError
 from cli.flags import flag_fields
 from cli.parser import (
-    ArgumentParser,
-    FullHelp,
-    Help,
     bounded,
     fraction,
     nonnegative_int,
@@ -59,14 +54,12 @@ def test_each_unknown_flag_has_a_hint(module):
 
 
 def test_other_commands_have_hints(monkeypatch):
-    """A command without processes needs no torchrun. What follows two hyphens is no flag."""
+    """A command without processes needs no torchrun."""
     assert hints(monitor_command.main, "--gpus=8", "--nnodes=2", "--learning-rate=1") == dict.fromkeys(
         ("--gpus", "--nnodes", "--learning-rate"), "")
     monkeypatch.setattr(sys, "argv", ["test_ddp.py", "--nproc-per-node", "2", "--batch-size", "--time-out"])
     assert hints(lambda _: test_ddp.main()) == {
         "--nproc-per-node": "torchrun --nproc_per_node=N", "--batch-size": "", "--time-out": "--timeout"}
-    with pytest.raises(UserError, match="^--learning-rate .*metrics.jsonl"):
-        monitor_command.main(["--", "--learning-rate"])
     asked = {}
     monkeypatch.setattr(prepare_command, "prepare", lambda **options: asked.update(options))
     monkeypatch.setattr(sys, "argv", ["data.py", "prepare", "--data", "text:a.txt"])  # as for a trainer
@@ -78,7 +71,7 @@ def test_other_commands_have_hints(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, text, value", [
-    (parse_count, "1.5B", 1_500_000_000), (parse_count, " 20M ", 20_000_000), (parse_count, "0.5k", 500),
+    (parse_count, "1.5B", 1_500_000_000), (parse_count, " 20M ", 20_000_000),
     (parse_count, "5e6", None), (positive_int, "1", 1), (positive_int, "0", None), (nonnegative_int, "0", 0),
     (fraction, "0", 0.0), (fraction, "1", None), (bounded(0, 1), "1", 1.0), (bounded(0), "inf", None),
     (steps_or_fraction, "0.5", 0.5), (steps_or_fraction, "1", 1), (steps_or_fraction, "1.5", None)])
@@ -95,75 +88,30 @@ def test_a_switch_takes_no_value():
         train_gpt2.parse_args(["--compile=False"])
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_script_may_have_read_stdin(closed, monkeypatch):
+def test_a_script_may_have_read_stdin(monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"))
     assert next(stdin) == "one\n"
-    if closed:
-        stdin.close()
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert train_gpt2.parse_args(["--lr", "1"]).given == {"lr": 1.0}
+    for _ in range(2):
+        assert train_gpt2.parse_args(["--lr", "1"]).given == {"lr": 1.0}
+        stdin.close()
 
 
 # ------------------------------------------------------------------------------------------------- the help
 
 
-def helped(module, flag: str, capsys) -> dict[str, str]:
-    """The flags in a help, each with its text."""
-    with pytest.raises(SystemExit):
-        module.parse_args([flag])
-    text = capsys.readouterr().out.partition("defaults of each size:")[0]
-    return dict(re.findall(r"^  (?:-h, )?(--[\w-]+)(.*(?:\n {6,}.*)*)", text, re.M))
-
-
 @pytest.mark.parametrize("module", TRAINERS)
 def test_the_help_has_the_usual_flags_and_all_of_the_model(module, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    few, full = (helped(module, flag, capsys) for flag in ("--help", "--help-all"))
+    helps = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            module.parse_args([flag])
+        text = capsys.readouterr().out.partition("defaults of each size:")[0]
+        helps.append(dict(re.findall(r"^  (?:-h, )?(--[\w-]+)(.*(?:\n {6,}.*)*)", text, re.M)))
+    few, full = helps
     command = module.parse_args([])
-    assert full.keys() == {action.option_strings[-1 if action.dest == "help" else 0]
-                           for action in command.parser._actions}
     assert {f"--{field.name.replace('_', '-')}" for field in flag_fields(command.config_class)} < few.keys()
-    assert {"--size", "--data", "--out", "--export"} < few.keys() and "--schedule" in full.keys() - few.keys()
-    assert [*full][-4:] == ["--compile", "--fast", "--backend", "--timeout"]
+    assert "--out" in few and "--schedule" in full.keys() - few.keys()
     for name, text in few.items():  # the first line of what --help-all has
         assert " ".join(full[name].split()).startswith(" ".join(text.split()))
-
-
-def test_the_help_of_a_copy_has_its_flags(tmp_path, monkeypatch, capsys):
-    """Those of the trainer and of its own Config, even if other trainers have a rare one of that name."""
-    text = (ROOT / "train_mlm.py").read_text().replace("MLMConfig, SIZES", "MyConfig, SIZES").replace(
-        "    return parse_flags(", '    flag("--loss", str, "my own")\n    return parse_flags(').replace(
-        "EVAL_RATE = ", "@dataclass\nclass MyConfig(MLMConfig):\n"
-        '    window_of_mine: int = a_flag(1, "1 %% more\\nthan before")\n\n\nEVAL_RATE = ').replace(
-        "import sys\n", "import sys\nfrom dataclasses import dataclass\n"
-        "from model import flag as a_flag\n")
-    (tmp_path / "train_my_help.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = importlib.import_module("train_my_help")
-    few, full = (helped(mine, flag, capsys) for flag in ("--help", "--help-all"))
-    assert "my own" in few["--loss"] and "--schedule" not in few
-    assert few["--window-of-mine"].split() == ["N", "1", "%", "more", "(1)"]
-    assert full["--window-of-mine"].split() == ["N", "1", "%", "more", "(1)", "than", "before"]
-
-
-def test_the_help_fits_the_terminal(monkeypatch):
-    """Of all commands. The first line of a flag has at most 100 characters."""
-    parsers = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ArgumentParser, "parse_args", lambda parser, *_: parsers.append(parser) or sys.exit())
-        for main in monitor_command.main, prepare_command.main, test_ddp.main:
-            with pytest.raises(SystemExit):
-                main()
-    parsers += parsers[1]._subparsers._group_actions[0].choices.values()
-    parsers += [module.parse_args([]).parser for module in TRAINERS]
-    actions = [action for parser in parsers for action in parser._actions if action.help]
-    assert len(actions) > 150
-    for action in actions:
-        assert len(action.help.partition("\n")[0]) <= 100 and action.help.count("\n") <= 1, action.help
-    for columns in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        for parser in parsers:
-            for parser.formatter_class in Help, FullHelp:
-                text = parser.format_help().partition("options:")[2].partition("defaults of each size:")[0]
-                assert max(map(len, text.splitlines())) <= columns and "\n  -h, --help" in text

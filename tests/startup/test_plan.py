@@ -1,14 +1,11 @@
-"""The batches of a run, and the plan that it shows."""
+"""The batches of a run."""
 
 import re
 
 import pytest
-from copies import changed
 
 from cli.errors import UserError
-from model import GPT2, hidden_matrices
 from startup.plan import plan_batch
-from weights.use import load_run
 
 
 @pytest.mark.parametrize("given, plan", [
@@ -29,21 +26,3 @@ def test_a_batch_that_does_not_fit_names_one_that_does(given, ways):
     with pytest.raises(UserError) as problem:
         plan_batch(*given)
     assert re.findall(r"--[a-z-]+ (\d+)", str(problem.value))[-len(ways):] == ways
-
-
-def test_the_plan_says_who_trains_what(shards, tmp_path):
-    muon = changed(tmp_path / "train_muon.py", ("model.embed.weight.requires_grad_(False)", "example = "))
-    done = muon.train(0, shards, tmp_path / "run", optimizer="muon", steps=1)
-    assert done.code == 0, done.out
-
-    def number(text: str) -> int:
-        return int(text.replace(",", ""))
-
-    said = re.search(r"optimizer +(.*); ([\d,]+) frozen", done.out)
-    counts = {name: number(count) for name, count in re.findall(r"(\w+) trains ([\d,]+\d)", said[1])}
-    whole = number(re.search(r"\n +parameters +([\d,]+), ", done.out)[1])
-    model, _ = load_run(GPT2, tmp_path / "run")
-    matrices = sum(p.numel() for p in hidden_matrices(model))
-    frozen = model.embed.weight.numel()
-    assert counts == {"AdamW": whole - matrices - frozen, "Muon": matrices}
-    assert number(said[2]) == frozen

@@ -18,15 +18,14 @@ from startup.resume import (
     LIMITS,
     NEW,
     PLANNED,
-    RECORDED,
     compare_with_saved,
     shape_from_record,
 )
 
 SETTINGS = {"data": "text:a", "init_from": "base", "trainer": "train_gpt2.py", "optimizer": "adamw",
-            "ema": 0.9, "size": "tiny", "seed": 0, "lr": 1.0, "window": 3, "batch": 4, "out": "run",
+            "ema": 0.9, "seed": 0, "lr": 1.0, "batch": 4, "out": "run",
             "max_samples": None}
-IDENTITY = {"tokenizer": "bytes (111111)", "data": "1" * 64, "loss_on": "all", "seq_len": 8, "torch": "2.13"}
+IDENTITY = {"tokenizer": "bytes (111111)", "data": "1" * 64, "loss_on": "all", "seq_len": 8, "torch": "2"}
 
 
 def compared(branch: bool = False, saved=(), settings=(), **identity) -> list[tuple]:
@@ -40,14 +39,12 @@ def compared(branch: bool = False, saved=(), settings=(), **identity) -> list[tu
 
 @pytest.mark.parametrize("change, said", [
     ({}, None), ({"settings": {"lr": 2.0}}, ("lr", "2.0", "1.0")),
-    ({"settings": {"window": 5}}, ("window", "5", "3")),  # a copy's own flag, no shape
-    ({"settings": {"ema": 0.5}}, ("ema", "0.5", "0.9")),
     ({"settings": {"init_from": "base/"}}, ("init_from", "base/", "base")),
     ({"settings": {"max_samples": 9}}, ("max_samples", "9", "None")),
     ({"saved": {"max_samples": 150}}, ("max_samples", "150,", None)),  # said again
     ({"settings": {"out": "other", "new_flag": 1}}, None),
     ({"settings": {"trainer": "mine.py"}, "branch": True}, ("trainer", "mine.py", "train_gpt2.py")),
-    ({"torch": "2.9"}, ("torch", "2.9", "2.13")), ({"tokenizer": "another name (111111)"}, None)])
+    ({"tokenizer": "another name (111111)"}, None)])
 def test_what_may_change_is_said(change, said):
     assert compared(**change) == ([said] if said else [])
 
@@ -56,8 +53,8 @@ def test_what_may_change_is_said(change, said):
     ({"tokenizer": "gpt2 (222222)"}, ["bytes (111111)", "gpt2 (222222)", "--out"]),
     ({"data": "2" * 64, "settings": {"data": "text:b"}}, ["text:a (111111111111)", "text:b (222222222222)"]),
     ({"settings": {"ema": 0.0}}, ["ema 0.9", " 0.0"]), ({"seq_len": 16}, ["seq_len 8", " 16"]),
-    ({"settings": {"size": "gpt2"}}, ["size tiny", "gpt2"]), ({"settings": {"seed": 1}}, ["seed 0", " 1"]),
-    ({"loss_on": "response"}, ["loss_on all"]), ({"settings": {"optimizer": "muon"}}, ["optimizer adamw"]),
+    ({"settings": {"seed": 1}}, ["seed 0", " 1"]),
+    ({"loss_on": "response"}, ["loss_on all"]),
     ({"saved": {"init_from": None}, "settings": {"init_from": "base"}}, ["init_from None", "base"]),
     ({"settings": {"trainer": "mine.py"}}, ["mine.py", "--resume run/step.pt"])])
 def test_what_may_not_change_is_named_with_a_way_on(change, named):
@@ -78,8 +75,7 @@ def shape(config: dict, resumed: bool = True, **given) -> dict:
     return shape_from_record(command, {"path": "run", "model_config": config}, resumed)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("d_model", 64), ("h_cycles", "1:3"), ("h_cycles", "3"), ("inject_input", True), ("init", "identity")])
+@pytest.mark.parametrize("name, value", [("d_model", 64), ("h_cycles", "3"), ("init", "identity")])
 def test_a_shape_that_is_contradicted_is_named(name, value):
     with pytest.raises(UserError, match=f"^run .*{name} {HRM[name]}.* {value}:"):
         shape(HRM, **{name: value})
@@ -94,15 +90,11 @@ def test_a_run_keeps_its_shape():
     assert shape(HRM, False, init="identity", attention="causal").keys() == kept.keys() - {
         "init", "attention"}
     without = {name: value for name, value in HRM.items() if name != "qk_norm"}  # as older weights
-    assert shape(without)["qk_norm"] == HRMConfig().qk_norm
-    assert "qk_norm" not in shape(without, False)
+    assert "qk_norm" in shape(without) and "qk_norm" not in shape(without, False)
 
 
-def test_each_flag_that_has_a_kind_exists_and_has_one():
+def test_each_flag_that_has_a_kind_exists():
     """A name that isn't listed has a kind, too, so a misspelt one would go unnoticed."""
-    commands = [module.parse_args([]) for module in (train_gpt2, train_hrm, train_mlm)]
-    fields = {option.name for command in commands for option in flag_fields(command.config_class)}
-    known = {name for command in commands for name in command.defaults}
-    listed = [*NEW, *PLANNED, *FIXED, *FREE_FIELDS, *LIMITS]
-    assert {*listed} - known == {"wanted_batch", "largest_batch", "loss_on", "trainer"}
-    assert len({*listed}) == len(listed) and {*RECORDED} < {*NEW} and {*FREE_FIELDS} < fields
+    known = {name for module in (train_gpt2, train_hrm, train_mlm) for name in module.parse_args([]).defaults}
+    assert {*NEW, *PLANNED, *FIXED, *FREE_FIELDS, *LIMITS} - known == {
+        "wanted_batch", "largest_batch", "loss_on", "trainer"}

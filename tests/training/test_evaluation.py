@@ -83,26 +83,23 @@ def test_each_evaluation_draws_the_same_numbers_and_a_stop_cuts_it_short(evaluat
     first, second = (evaluated(lambda model, x, y: {"drawn": (torch.rand(()), 1)}) for _ in range(2))
     assert first == second and 0 < first["val_drawn"] < 1
     assert evaluated(votes=(0, 15)) is None and evaluated(votes=(0, 0, 15)) is None
-    assert evaluated(votes=(0, 0, 0))
 
 
-@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "accuracy", "correct", "exact",
-                                  "samples", "nats", "best_metric", "x/y", "x (count)"])
+@pytest.mark.parametrize("name", ["loss", "labels", "bits_per_byte", "best_metric", "x/y"])
 def test_a_metric_cannot_have_a_name_that_results_have(name, evaluated):
-    with pytest.raises(UserError, match=f" called {name}".replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(UserError, match=f" called {name}"):
         evaluated(lambda model, x, y: {"own": (1, 1), name: (1, 1)})
 
 
-@pytest.mark.parametrize("found", [None, 3.0, "much", {"own": None}, {"own": 3.0}, {"own": "ab"},
-                                   {"own": (torch.ones(2), 1)}, {"own": (1, None)}, {"own": (1, 2, 3)}])
+@pytest.mark.parametrize("found", [None, {"own": 3.0}, {"own": "ab"}, {"own": (torch.ones(2), 1)},
+                                   {"own": (1, 2, 3)}])
 def test_a_metric_that_is_no_sum_with_a_count_is_refused(found):
     def own(model, x, y):
         pass
 
     with pytest.raises(UserError, match=r'\{"own": \(sum, count\)\}'):
         refuse_odd_metric(own, found)
-    for right in {"own": (1, 2)}, {"own": (torch.ones((), requires_grad=True), numpy.float32(2))}:
-        refuse_odd_metric(own, right)
+    refuse_odd_metric(own, {"own": (1, 2), "other": (torch.ones((), requires_grad=True), numpy.float32(2))})
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -120,28 +117,24 @@ def test_a_validation_set_shorter_than_a_row_is_named(corpus, tmp_path):
 
 
 @pytest.mark.full
-def test_more_cycles_other_data_and_mistakes(shards, corpus, tmp_path):
+def test_more_cycles_and_mistakes(shards, corpus, tmp_path):
     """With --eval-only, which takes no lock."""
     out = tmp_path / "run"
     hrm = Trainer("train_hrm.py", max_new_tokens=2, steps=6, ff=64, h_cycles=1, l_cycles=2)
     assert hrm.train(0, shards, out).code == 0
 
-    def only(data=shards, out=out, **changes):
-        return hrm.train(0, data, out, eval_only=True, **changes)
+    def only(data=shards, ranks=0, **changes):
+        return hrm.fork(ranks, data, **{"out": out, "eval_only": True} | changes)
 
     with open(out / ".lock", "a") as file:
         lock_file(file, pytest.fail)
         same = result(only())
     assert_as_logged(same, out)
-    assert_as_logged(result(hrm.fork(2, shards, out, eval_only=True, strategy="zero3")), out)
+    assert_as_logged(result(only(ranks=2, strategy="zero3")), out)
     best = result(only(out=None, resume=out / "checkpoints" / "best.pt"))
     more = result(only(eval_cycles=5))
-    further = result(only(prepare(f"text:{corpus}", tmp_path / "other", "bytes", val_split="tail:0.2")))
     assert same["val_loss"] == best["val_loss"] and (same["val_cycles"], more["val_cycles"]) == (1, 5)
-    assert len({same["val_loss"], more["val_loss"], further["val_loss"]}) == 3 and further["data"] == "other"
+    assert same["val_loss"] != more["val_loss"] and same["data"] == shards.name
     foreign = prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
-    nothing = prepare(f"text:{corpus}", tmp_path / "nothing", "bytes", val_split="hash:0.0001")
-    for done, named in ((only(foreign), "bytes"), (only(nothing), "nothing"),
-                        (only(out=tmp_path / "missing"), "missing")):
+    for done, named in ((only(foreign), "bytes"), (only(out=tmp_path / "missing"), "missing")):
         assert done.code == 2 and named in done.out, done.out
-    assert not (tmp_path / "missing").exists()

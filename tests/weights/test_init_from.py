@@ -1,6 +1,5 @@
 """Second models: a teacher and a reference compute as the model in training does."""
 
-import json
 import shutil
 
 import pytest
@@ -13,7 +12,6 @@ import data
 import ddp_utils
 from model import GPT2
 from ops.device import compute_dtype
-from prepare.pipeline import prepare
 from training.strategies import set_modes
 from weights.init_from import load_frozen
 from weights.use import load_model, load_run
@@ -64,15 +62,3 @@ def test_a_reference_reads_as_the_model_and_a_teacher_as_it_was_trained(shards, 
     trainer = changed(tmp_path / "train_reads.py", (HEAD, "import data"), (code, "log, meta, "))
     done = trainer.train(0, shards, tmp_path / "run", init_from=base, attention="isolated", steps=1)
     assert done.code == 0 and "SAME [True, False]" in done.out, done.out
-    assert done.out.count("causal attention") == 1, done.out
-
-
-def test_a_reference_without_the_ids_of_pairs_is_named(shards, tmp_path):
-    base, rows = tmp_path / "base", tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"q": f"{i} and {i}?", "a": f"{2 * i}"}) + "\n" for i in range(500)))
-    pairs = prepare(f"jsonl:{rows}", tmp_path / "pairs", "bytes", prompt_field="q", response_field="a",
-                    row=64)
-    assert GPT2_TRAINER.train(0, shards, base, steps=1, seq_len=64).code == 0
-    trainer = changed(tmp_path / "train_pairs.py", (HEAD, "import data"), (REFERENCE, "log, meta, "))
-    done = trainer.train(0, pairs, tmp_path / "run", init_from=base, seq_len=None)
-    assert done.code == 2 and "pairs add ids" in done.out, done.out
