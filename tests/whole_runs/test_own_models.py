@@ -43,28 +43,31 @@ def world():
 
 # ------------------------------------------------------------------------------------------------ buffers
 
-class Counting(GPT2):
-    """Buffers of several kinds, which each forward pass updates, also in evaluation."""
+class CountingBlock(model_module.GPT2Block):
+    """Buffers of several kinds, which each forward pass updates, also in evaluation. It uses a running mean
+    after it has updated it, as recomputation must do with the same value.
+    """
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("scale", torch.ones(config.d_model))
-        self.register_buffer("bound", torch.zeros((), dtype=torch.long))
+    def __init__(self, c):
+        super().__init__(c)
+        self.register_buffer("scale", torch.ones(c.d_model))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("unsaved", torch.zeros(2, dtype=torch.bool), persistent=False)
         self.register_buffer("absent", None)
-        self.norm_of_batch = nn.BatchNorm1d(config.d_model)
+        self.norm_of_batch = nn.BatchNorm1d(c.d_model)
         self.register_buffer("shared", self.norm_of_batch.running_mean)
 
-    def hidden(self, idx, cache=None):
-        x = super().hidden(idx, cache)
-        self.scale.lerp_(x.detach().square().mean((0, 1)), 0.1)
-        self.bound = self.bound + 1
-        self.unsaved |= True
-        return self.norm_of_batch(x.mT).mT
+    def block(self, x, rope, mask=None, cache=None):
+        with torch.no_grad():
+            self.scale.lerp_(x.square().mean((0, 1)), 0.1)
+            self.calls = self.calls + 1
+            self.unsaved |= True
+        return super().block(self.norm_of_batch(x.mT).mT / self.scale, rope, mask, cache)
 
 
-def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
-    model = small(Counting)
+def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world, monkeypatch):
+    monkeypatch.setattr(model_module, "GPT2Block", CountingBlock)
+    model = small()
     state = TrainState(model, [torch.optim.AdamW(model.parameters())], run_of(world))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     example = model.dummy_inputs(2, world.device)
@@ -79,25 +82,10 @@ def test_the_warm_up_and_evaluations_leave_all_buffers_as_they_were(world):
         model(**example)
         assert same() != list(before), "evaluation changes none, so this shows nothing"
     assert same() == list(before)
-    assert model.shared is model.norm_of_batch.running_mean
+    block, = model_module.blocks_of(model)
+    assert block.shared is block.norm_of_batch.running_mean
     model.train()(**example)  # training does change them
-    assert not set(same()) & {"scale", "bound", "unsaved", "norm_of_batch.running_mean"}
-
-
-class CountingBlock(model_module.GPT2Block):
-    """Uses a running mean after it has updated it, as recomputation must do with the same value."""
-
-    def __init__(self, c):
-        super().__init__(c)
-        self.register_buffer("scale", torch.ones(c.d_model))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.norm_of_batch = nn.BatchNorm1d(c.d_model)
-
-    def block(self, x, rope, mask=None, cache=None):
-        with torch.no_grad():
-            self.scale.lerp_(x.square().mean((0, 1)), 0.1)
-            self.calls = self.calls + 1
-        return super().block(self.norm_of_batch(x.mT).mT / self.scale, rope, mask, cache)
+    assert not {name.rpartition(".")[2] for name in same()} & {"scale", "calls", "unsaved", "running_mean"}
 
 
 DRAWS = {GPT2: lambda x: nn.functional.dropout(x, 0.2),
@@ -105,16 +93,13 @@ DRAWS = {GPT2: lambda x: nn.functional.dropout(x, 0.2),
          MLM: lambda x: x + 0.1 * torch.randn_like(x)}
 
 
-@pytest.mark.parametrize("model_class, block", [
-    (GPT2, "CountingBlock"), (GPT2, "GPT2Block"), (HRM, "HRMBlock"), (MLM, "MLMBlock")])
-def test_recomputation_sees_what_the_first_pass_saw(monkeypatch, model_class, block):
+@pytest.mark.parametrize("model_class", DRAWS)
+def test_recomputation_sees_what_the_first_pass_saw(monkeypatch, model_class):
     """Two passes: buffers, which it doesn't update again, and random numbers."""
-    if block == "CountingBlock":
-        monkeypatch.setattr(model_module, "GPT2Block", CountingBlock)
-    else:
-        block_class, draw = getattr(model_module, block), DRAWS[model_class]
-        plain = block_class.block
-        monkeypatch.setattr(block_class, "block", lambda self, x, *args: plain(self, draw(x), *args))
+    monkeypatch.setattr(model_module, "GPT2Block", CountingBlock)
+    block_class, draw = getattr(model_module, f"{model_class.__name__}Block"), DRAWS[model_class]
+    plain = block_class.block
+    monkeypatch.setattr(block_class, "block", lambda self, x, *args: plain(self, draw(x), *args))
     found = {}
     for mode in ("none", "selective", "block"):
         model = small(model_class, n_layer=2)
@@ -143,23 +128,13 @@ def adamw(model) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters())
 
 
-def with_group(model):
-    optimizer = adamw(model)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(()))]})  # a learned weight of a loss
-    return optimizer
-
-
 # the optimizers, and what the message names; "" where they are right
-OPTIMIZERS_OF = [
+@pytest.mark.parametrize("optimizers, named", [
     (lambda m: [Lookahead(adamw(m), keeps=True)], "AdamW, which Lookahead"),
     (lambda m: [Lookahead(adamw(m), keeps=False)], ""),
     (lambda m: [torch.optim.Muon(hidden_matrices(m))], r"embed.weight in 0.*requires_grad_\(False\)"),
     (lambda m: [adamw(m), torch.optim.SGD([m.embed.weight])], "embed.weight in 2"),
-    (lambda m: [adamw(m), torch.optim.Adam(nn.Linear(300, 200).parameters())], r"\(2,.*\[200, 300\]"),
-    (lambda m: [with_group(m)], r"\(1,.*\[\]")]
-
-
-@pytest.mark.parametrize("optimizers, named", OPTIMIZERS_OF)
+    (lambda m: [adamw(m), torch.optim.Adam(nn.Linear(300, 200).parameters())], r"\(2,.*\[200, 300\]")])
 def test_a_parameter_is_in_one_optimizer_whose_state_is_saved(optimizers, named, world):
     model = small()
     with pytest.raises(UserError, match=named) if named else nullcontext() as refused:
@@ -193,31 +168,26 @@ def test_hooks_of_an_optimizer_that_zero1_rebuilds_are_refused(kind, world):
 class Schedule(torch.optim.Optimizer):
     """Keeps numbers of several kinds in its groups and in its state, as schedulefree and others do."""
 
-    def __init__(self, params, lr=1e-3, weight_decay=0.0, weight_sum=0.0, history=(), odd=None):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "k": 0, "weight_sum": weight_sum, "lr_max": -1.0,
-                    "history": history, "mode": "begin", "swapped": None, "odd": odd}
-        super().__init__(params, defaults)
+    def __init__(self, params, lr=1e-3, weight_decay=0.0, odd=None):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "odd": odd, "k": 0, "history": (),
+                                  "mode": "begin"})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] += 1
-            group["lr_max"] = max(group["lr_max"], group["lr"])
-            group["weight_sum"] += group["k"] * group["lr_max"] ** 2
-            group["history"] = [*group["history"], group["k"]][-2:]
-            group["mode"], group["swapped"] = f"step {group['k']}", group["k"] % 2 == 0
-            group["total"] = group.get("total", 0) + group["k"]
+            group["history"] = [*group["history"], 0.1 * group["k"]][-2:]
+            group["mode"] = f"step {group['k']}"
+            group["total"] = group.get("total", 0) + group["history"][0]
             if group["odd"]:
                 group["bad"] = group["odd"]()
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                 state["step"] = state.get("step", 0) + 1
                 state["nested"] = {"a": [state["step"], [None, True]], "b": 0.5 * state["step"]}
-                rate = group["lr"] * group["weight_sum"] / (1 + group["total"]) / state["nested"]["b"]
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["mean"], alpha=-float(rate))
+                rate = group["lr"] * group["total"] / (group["k"] + state["nested"]["b"])
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["mean"], alpha=-rate)
 
 
 class Lists(torch.optim.SGD):
@@ -279,7 +249,7 @@ def test_what_an_optimizer_keeps_is_restored_also_the_second_time(optimizer, wor
     ours, theirs = (dict(of.model.state_dict()) | of.optimizer_tensors() for of in (state, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert state.non_tensor_values() == whole.non_tensor_values()
-    kept = "Lists 0.1/total" if optimizer is two_groups else "Schedule 0.0/weight_sum"
+    kept = "Lists 0.1/total" if optimizer is two_groups else "Schedule 0.0/total"
     assert kept in ours.keys() | saved["plain"].keys()
     assert not any("." in key for values in state.optimizers[0].state.values() for key in values)
 
@@ -437,20 +407,17 @@ class Distance(torch.optim.SGD):
         super().step()
         for group in self.param_groups:
             seen = sum(p.grad.abs().sum() for p in group["params"] if p.grad is not None)
-            SUM
             group["distance"] = group.get("distance", 0.0) + float(seen)
 """
 
 
-@pytest.mark.parametrize("summed, code", [
-    ("pass", 2), pytest.param("torch.distributed.all_reduce(seen)", 0, marks=FULL)])
-def test_numbers_that_differ_between_ranks_are_refused(summed, code, shards, tmp_path):
+def test_numbers_that_differ_between_ranks_are_refused(shards, tmp_path):
     """Each rank of zero1 has the gradients of some parameters, so its sum is not that of the others."""
-    trainer = edited(tmp_path / "train_distance.py", ("before", TOP, DISTANCE.replace("SUM", summed)),
+    trainer = edited(tmp_path / "train_distance.py", ("before", TOP, DISTANCE),
                      ("instead of", OPTIMIZERS, "optimizers = [Distance(model.parameters(), lr=1e-3)]"),
                      **FLAGS)
     done = trainer.fork(2, shards, tmp_path / "run", strategy="zero1", steps=2)
-    assert done.code == code and ("on rank 1" in done.out) == bool(code), done.out
+    assert done.code == 2 and "on rank 1" in done.out, done.out
 
 
 # ------------------------------------------------------------------------------------------------ curves
@@ -480,7 +447,6 @@ def test_every_sum_and_every_result_is_a_curve(number, result, named, shards, tm
     train, found = steps_of(tmp_path / "run")[-1], evaluations_of(tmp_path / "run")[-1]
     assert train["square"] > 0 and train["own"] == 1.5
     assert found["val_square"] == pytest.approx(train["square"], rel=0.5) and found["mine"] == 2.5
-    assert re.search(r"validation loss .* \| val_square [\d.]+ \| mine 2.5 \|", done.out), done.out
 
 
 def test_names_that_a_record_has_already():
@@ -509,57 +475,49 @@ def test_a_flag_added_to_a_model_counts_as_its_default_in_older_runs(shards, tmp
         assert done.code == code and named in done.out, done.out
 
 
-# with a second head, or with another field that nothing uses
+# with a second head
 VARIANT = """
 from dataclasses import dataclass
 import model
 
 @dataclass
 class GPT2Config(model.GPT2Config):
-    FIELD
+    second: bool = model.flag(False, "a second head")
 
 class Variant(model.GPT2):
     Config = GPT2Config
 
     def __init__(self, config):
         super().__init__(config)
-        if getattr(config, "second", False):
-            self.second = model.Linear(config.d_model, WIDTH)
+        if config.second:
+            self.second = model.Linear(config.d_model, 8)
 
     def loss(self, hidden, idx, targets):
         objective, sums = super().loss(hidden, idx, targets)
-        if hasattr(self, "second"):
+        if self.config.second:
             objective = objective + 0.0 * self.second(hidden).sum()
         return objective, sums
 
 GPT2 = Variant
 """
-SECOND, THIRD = 'second: bool = model.flag(False, "a second head")', "third: int = 3"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), (2, "zero3")])
-def test_a_variant_starts_from_its_baseline_and_the_other_way_round(ranks, strategy, shards, tmp_path):
-    """What the weights lack begins as in a new model. The rest is theirs, bit for bit. Both are named, as is
-    what isn't used.
-    """
-    of = {"base": Trainer("train_gpt2.py", **FLAGS)}
-    for name, field, width in (("own", SECOND, "8"), ("wider", SECOND, "9"), ("less", THIRD, "0")):
-        code = VARIANT.replace("FIELD", field).replace("WIDTH", width)
-        of[name] = edited(tmp_path / f"train_{name}.py", ("before", TOP, code), **FLAGS)
+def test_a_variant_starts_from_its_baseline(shards, tmp_path):
+    """What the weights lack begins as in a new model. The rest is theirs, bit for bit. It is named."""
+    base = Trainer("train_gpt2.py", **FLAGS)
+    own, wider = (edited(tmp_path / f"train_{width}.py", ("before", TOP, VARIANT.replace("8", width)),
+                         **FLAGS) for width in "89")
     for flags in ({}, {"export": True}):
-        assert of["base"].train(0, shards, tmp_path / "0", steps=4, **flags).code == 0
+        assert base.train(0, shards, tmp_path / "0", steps=4, **flags).code == 0
     second, lacks = {"second": True}, "lacks second, second.bias, second.weight"
-    for i, (name, source, flags, code, named) in enumerate((
-            ("own", tmp_path / "0", second, 0, lacks), ("own", tmp_path / "0", second, 0, lacks),
-            ("own", f"hf:{tmp_path}/0/hf", second, 0, lacks),
-            ("own", tmp_path / "1", {}, 0, ""),  # the shape is that of the weights
-            ("own", tmp_path / "1", {"n_layer": 3}, 2, "n_layer 1, not 3"),
-            ("wider", tmp_path / "1", {}, 2, r"second.\w+ .*\[8.*\] in .*\[9.*\] in Variant"),
-            ("base", tmp_path / "1", {}, 2, "family Variant, not GPT2"),
-            ("less", tmp_path / "1", {}, 0, r"lacks third[\s\S]* has second, second.bias, ")), 1):
-        flags = {"steps": 1, "lr": 0.0, "strategy": strategy, "init_from": source} | flags
-        done = of[name].fork(ranks, shards, tmp_path / f"{i}", **flags)
+    for i, (trainer, source, flags, code, named) in enumerate((
+            (own, tmp_path / "0", second, 0, lacks), (own, f"hf:{tmp_path}/0/hf", second, 0, lacks),
+            (own, tmp_path / "1", {}, 0, ""),  # the shape is that of the weights
+            (wider, tmp_path / "1", {}, 2, r"second.\w+ .*\[8.*\] in .*\[9.*\] in Variant"),
+            (base, tmp_path / "1", {}, 2, "family Variant, not GPT2")), 1):
+        flags = {"steps": 1, "lr": 0.0, "strategy": "zero3", "init_from": source} | flags
+        done = trainer.fork(2, shards, tmp_path / f"{i}", **flags)
         assert done.code == code and re.search(named, done.out), done.out
     before, after, again = (read_checkpoint(list_checkpoints(tmp_path / name)[0])["tensors"]["model"]
                             for name in "012")
