@@ -69,8 +69,7 @@ def minimal(directory, shards, changes: dict):
 
 def run_minimal(directory, shards, ranks, changes, code=0) -> tuple[dict, dict]:
     """Runs a copy. Returns its printed losses, by step and kind, and its last checkpoint."""
-    done = fork(ranks, minimal(directory, shards, changes), cwd=directory)
-    assert done.code == code, done.out
+    done = ended(fork(ranks, minimal(directory, shards, changes), cwd=directory), code=code)
     printed = {(int(step), kind): float(value) for step, kind, value in LOSS.findall(done.out)}
     return printed, torch.load(directory / "run" / "state.pt")
 
@@ -130,5 +129,4 @@ def test_it_is_a_page_and_runs_beside_copies_of_few_files(tmp_path, prepared):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     (tmp_path / "ddp_utils.py").touch()  # with it, processes.py forgets the modules of this repository
-    done = fork(0, path, cwd=tmp_path)
-    assert done.code == 0 and len(LOSS.findall(done.out)) == 2, done.out
+    assert len(LOSS.findall(ended(fork(0, path, cwd=tmp_path)).out)) == 2

@@ -387,7 +387,7 @@ def test_every_sum_and_every_result_is_a_curve(shards, tmp_path):
         trainer = edited(tmp_path / f"train_{name}.py", ("before", TOP, SQUARES),
                          ("before", "if log.evaluation(", f"results[{name!r}] = 2.5"),
                          ("instead of", "log.step(",
-                          f"log.step(metrics, step, samples, grad_norm, {number}=1.5)"), **FLAGS)
+                          f"log.step(metrics, step, samples, grad_norm, lr=lr, {number}=1.5)"), **FLAGS)
         ended(trainer.train(0, shards, tmp_path / name), code=code)
     train, found = steps_of(tmp_path / "mine")[-1], evaluations_of(tmp_path / "mine")[-1]
     assert train["square"] > 0 and train["own"] == 1.5
