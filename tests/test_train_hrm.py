@@ -1,15 +1,11 @@
 """train_hrm.py: its recipes and cycles, and what holds for all trainers."""
 
-import itertools
 import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run
-from runs import PUBLISHED, Trainer, evaluations_of, log_of, steps_of, tensors_of
+from runs import PUBLISHED, Trainer, ended, evaluations_of, log_of, tensors_of
 from states import flags_of
 
 import ddp_utils
@@ -44,19 +40,16 @@ PUBLISHED_ROW = {
     "d_model": 1536, "n_head": 12, "n_layer": 16, "ff": 4096, "vocab_size": 65536, "init": "published",
     "h_cycles": 2, "l_cycles": 3, "optimizer": "adam-atan2", "grad_clip": 0, "lr": 2.2e-4, "warmup": 2000,
     "schedule": "constant", "ema": 0.9999, "bp_steps": (2, 5)}
-USUAL = {"init": "identity", "optimizer": "adamw", "schedule": "cosine", "grad_clip": 1, "ema": 0}
 TUNED = {"lr": 3e-5, "warmup": 0, "epochs": 3, "bp_steps": (5, 5)}
-CALLS = {"bp_steps": (2, 5), "bp_cycles": 0}
 
 
 @pytest.mark.parametrize("flags, wanted", [
     (PUBLISHED_SIZE, PUBLISHED_ROW),
     ((*PUBLISHED_SIZE, *INIT_FROM), PUBLISHED_ROW | TUNED | {"schedule": "cosine", "ema": 0.999}),
-    # what is given counts, also what is usual elsewhere
-    ((*PUBLISHED_SIZE, *"--init identity --optimizer adamw --schedule cosine --grad-clip 1 --ema 0".split()),
-     PUBLISHED_ROW | USUAL),
-    (("--size", "1b"), PUBLISHED_ROW | USUAL | {"epochs": None, "vocab_size": None, "warmup": 1000,
-                                                "min_lr": 0.1}),
+    ((*PUBLISHED_SIZE, "--ema", "0", "--init", "identity"), {"ema": 0, "init": "identity"}),  # as given
+    (("--size", "1b"), PUBLISHED_ROW | {
+        "init": "identity", "optimizer": "adamw", "schedule": "cosine", "grad_clip": 1, "ema": 0,
+        "epochs": None, "vocab_size": None, "warmup": 1000, "min_lr": 0.1}),
     (("--size", "1b", *INIT_FROM), TUNED | {"ema": 0.0, "schedule": "cosine"}),
     (("--size", "1b", *INIT_FROM, "--steps", "7", "--lr", "1"), {"steps": 7, "epochs": None, "lr": 1}),
     (("--halt",), {"bp_steps": (2, 5)}),
@@ -64,31 +57,29 @@ CALLS = {"bp_steps": (2, 5), "bp_cycles": 0}
     (("--h-cycles", "8", "--inject-input"), {"bp_steps": (2, 5), "least_cycles": 0}),
     (("--size", "puzzle"), {"bp_steps": (4, 4), "bp_cycles": 2, "h_cycles": 8, "least_cycles": 4,
                             "inject_input": True}),
-    (("--size", "puzzle", "--bp-steps", "2:5", "--no-inject-input"), CALLS | {"inject_input": False}),
-    (("--size", "puzzle", "--bp-cycles", "0"), CALLS)])
+    (("--size", "puzzle", "--bp-steps", "2:5", "--no-inject-input"),
+     {"bp_steps": (2, 5), "bp_cycles": 0, "inject_input": False}),
+    (("--size", "puzzle", "--bp-cycles", "0"), {"bp_steps": (2, 5), "bp_cycles": 0})])
 def test_recipes(flags, wanted):
     args = vars(parsed(*flags))
     assert {key: args[key] for key in wanted} == wanted
 
 
-def test_the_published_recipe_has_its_shape_and_its_batch(capsys):
+def test_the_published_recipe_has_its_shape_and_its_batch():
     row = train_hrm.SIZES["1b-published"]
     assert row["global_batch"] * row["seq_len"] == 196_608 and train_hrm.BETAS == (0.9, 0.95)
     empty = dry_run.empty_model(model.HRM, flags_of(train_hrm, [*PUBLISHED_SIZE]))
     assert empty.embed.weight.shape == empty.head.weight.shape == (65536, 1536)
-    with pytest.raises(SystemExit):
-        train_hrm.parse_args(["--help"])
-    assert re.search(r"\n  l_cycles +3 +1 +3 ", capsys.readouterr().out)  # the model's defaults, too
 
 
 # ------------------------------------------------------------------------------------------------ cycles
 
 def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch):
     """Of memory as many as there can be, of FLOPs their mean."""
-    flags = ("--dry-run", "1x8", "--data", "task:addition", "--global-batch", "8", "--batch", "8",
-             "--d-model", "64", "--n-head", "2", "--n-layer", "1", "--ff", "128", "--no-compile")
-    tables = [here(*flags, *cycles).out.splitlines()[-6:] for cycles in (
-        ("--h-cycles", "1:6", "--bp-steps", "20"), ("--h-cycles", "6", "--bp-steps", "20"), ())]
+    flags = ("--dry-run 1x8 --data task:addition --global-batch 8 --batch 8 --d-model 64 --n-head 2 "
+             "--n-layer 1 --ff 128 --no-compile ")
+    tables = [here(*(flags + cycles).split()).out.splitlines()[-6:] for cycles in (
+        "--h-cycles 1:6 --bp-steps 20", "--h-cycles 6 --bp-steps 20", "")]
     assert tables[0] == tables[1] != tables[2], tables
     begun = {}
     monkeypatch.setattr(train_hrm, "start_run", lambda *_, **__: (SimpleNamespace(say=print), {}, 0, 0))
@@ -105,50 +96,15 @@ def test_a_range_of_cycles_counts_in_the_estimates(tmp_path, shards, monkeypatch
 
 @pytest.mark.full
 def test_cycles_of_evaluation(tmp_path, shards):
-    """They count from other weights and after a resume, too, and in --prompt. A run keeps its own."""
-    flags = {"init": "published", "lr": 0, **ONE}
+    """They count from other weights and after a resume, too."""
     four = {"eval_cycles": 4}
     for name, changes in (("plain", {}), ("all", {"h_cycles": 4}),
                           ("from", four | {"size": "tiny", "init_from": tmp_path / "plain"}),
                           ("plain", four | {"steps": 2})):
-        assert train(0, shards, tmp_path / name, **flags | changes).code == 0
+        ended(train(0, shards, tmp_path / name, **{"init": "published", "lr": 0, **ONE} | changes))
     two, *deep = [evaluations_of(tmp_path / name)[i]["val_loss"] for name, i in (
         ("plain", 0), ("plain", 1), ("all", 0), ("from", 0))]
     assert two not in deep and len(set(deep)) == 1
-
-    def answer(*flags) -> str:
-        return here("--out", tmp_path / "plain", "--prompt", "def", "--temperature", "0", *flags).out
-
-    assert answer() == answer("--eval-cycles", "4") != answer("--eval-cycles", "2")
-
-
-@pytest.mark.full
-def test_the_graph_reaches_through_the_cycles_of_the_weights(tmp_path, shards):
-    """Not of the size. Where cycles don't fill it, it is at most that."""
-    first = train(0, shards, tmp_path / "nine", h_cycles=9, l_cycles=1, **ONE)
-    assert first.code == 0 and "2 to 10 stack" in first.out, first.out
-    tuned = {"size": "tiny", "init_from": tmp_path / "nine"}
-    assert train(0, shards, tmp_path / "tuned", **tuned | ONE).code == 0
-    (tmp_path / "nine").rename(tmp_path / "moved")  # then the command line alone cannot know
-    assert train(0, shards, tmp_path / "tuned", **tuned, steps=2, eval_every=2).code == 0
-    assert [record["bp_steps"] for record in steps_of(tmp_path / "tuned")] == [10, 10]
-    eight = train(0, shards, tmp_path / "eight", h_cycles="1:3", l_cycles=3, bp_steps="8", **ONE)
-    assert eight.code == 0 and "last 8 stack" in eight.out, eight.out
-
-
-@pytest.mark.full
-def test_threads_and_a_longer_ramp_are_printed_on_a_resume(shards, tmp_path, monkeypatch):
-    """Threads change the order of sums; more steps lower the bp_steps of the next ones."""
-    first = train(0, shards, tmp_path / "run", steps=4)
-    assert first.code == 0 and "2 to 5 stack calls" in first.out and "calls, now" not in first.out, first.out
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    longer = train(0, shards, tmp_path / "run", steps=40, save_every=40, eval_every=40)
-    assert "threads 3 (was 1)" in longer.out and "stack calls, now 3" in longer.out, longer.out
-    assert [record["bp_steps"] for record in steps_of(tmp_path / "run")][3:6] == [5, 3, 3]
-
-
-def embedding_of(path) -> torch.Tensor:
-    return read_checkpoint(path)["tensors"]["model"]["embed.weight"]
 
 
 @pytest.mark.full
@@ -157,35 +113,28 @@ def test_the_embedding_waits_for_its_gradient(tmp_path, shards):
     bit for bit. One that would wait for ever is refused.
     """
     flags = PUBLISHED | {"steps": 10, "save_every": 1, "eval_every": 10, "keep_last": 10, "ema": 0}
-    assert train(0, shards, tmp_path / "run", **flags).code == 0
+    ended(train(0, shards, tmp_path / "run", **flags))
     paths = list_checkpoints(tmp_path / "run")[::-1]
-    assert [torch.equal(*map(embedding_of, two)) for two in itertools.pairwise(paths)] == [True] + [False] * 8
-    for step, path in enumerate(paths, 1):
-        kept = read_checkpoint(path)["tensors"]["optimizer"]
-        assert ("embed.weight/step" in kept) == (step > 2) and "head.weight/step" in kept
-    assert train(0, shards, tmp_path / "resumed", resume=paths[1], **flags).code == 0
+    saved = [read_checkpoint(path)["tensors"] for path in paths]
+    embeddings = [tensors["model"]["embed.weight"] for tensors in saved]
+    assert list(map(torch.equal, embeddings, embeddings[1:])) == [True] + [False] * 8
+    for step, tensors in enumerate(saved, 1):
+        assert ("embed.weight/step" in tensors["optimizer"]) == (step > 2)
+    ended(train(0, shards, tmp_path / "resumed", resume=paths[1], **flags))
     ours, theirs = tensors_of(tmp_path / "run"), tensors_of(tmp_path / "resumed")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for graph in ({"bp_steps": 2}, {"bp_cycles": 1, "bp_steps": None}):
-        done = train(0, shards, tmp_path / "never", **flags | graph)
-        assert done.code == 2 and "--inject-input" in done.out, done.out
-    # the graph reaches the embedding in steps of one cycle
-    assert train(0, shards, tmp_path / "range", **flags | graph | {"h_cycles": "1:3"}).code == 0
-    cycles = [record["cycles"] for record in steps_of(tmp_path / "range")]
-    assert set(cycles) == {1, 2, 3}
-    assert tensors_of(tmp_path / "range")["optimizer/embed.weight/step"] == cycles.count(1)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ended(train(0, shards, tmp_path / "never", **flags | {"bp_steps": 2}), "--inject-input", code=2)
 
 
 @pytest.mark.parametrize("changes, times", [
-    ({}, 4), pytest.param({"init": "published"}, 1, marks=pytest.mark.full),
-    pytest.param({"init": "identity", "optimizer": "muon"}, 1, marks=pytest.mark.full)])
+    ({}, 4), pytest.param({"init": "published"}, 1, marks=pytest.mark.full)])
 def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, times, monkeypatch):
     """Four times that of the rest, where the model starts as the identity and AdamW trains it."""
     found = []
     for lr, vocab_lr in ((0, 4.0), (1e-3, 1.0), (1e-3, 4.0)):
         monkeypatch.setattr(train_hrm, "VOCAB_LR", vocab_lr)
         out = tmp_path / f"{len(found)}"
-        assert train(0, shards, out, lr=lr, bp_steps=4, weight_decay=0, **ONE, **changes).code == 0
+        ended(train(0, shards, out, lr=lr, bp_steps=4, weight_decay=0, **ONE, **changes))
         found.append({name: t for name, t in tensors_of(out).items() if name.startswith("model/")})
     start, one, four = found
     assert start["model/H.blocks.0.down.weight"].any() == (changes.get("init") == "published")
@@ -200,24 +149,17 @@ def test_the_vocabulary_learns_at_a_rate_of_its_own(tmp_path, shards, changes, t
 
 # ------------------------------------------------------------------------------------------- all trainers
 
-@pytest.fixture(scope="module")
-def existing(shards, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("existing") / "run"
-    assert train(0, shards, out, steps=8, init="published").code == 0
-    return out
-
-
-def test_a_run_is_used_by_its_directory_alone(shards, existing, corpus, tmp_path, capsys):
+def test_a_run_is_used_by_its_directory_alone(shards, corpus, tmp_path):
     """Of `init` a size has a value of its own, which asks for nothing. Another shape, tokenizer or family is
     refused.
     """
-    used = here("--out", existing, "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3")
-    assert used.code == 0 and "step 8 from" in capsys.readouterr().err, used.out
+    existing = tmp_path / "run"
+    ended(train(0, shards, existing, steps=8, init="published"))
+    ended(here("--out", existing, "--prompt", "a", "--max-new-tokens", "2", "--eval-cycles", "3"))
     prepare(f"text:{corpus}", tmp_path / "other", "bpe:300", workers=1)
     start = {"size": "tiny", "init_from": existing}
     for done, named in (
             (here("--out", existing, "--prompt", "a", "--halt"), "halt False"),
-            (train(0, shards, tmp_path / "new", **start, halt=True), "halt False"),
             (train(0, tmp_path / "other", tmp_path / "new", **start), "tokenizer bytes"),
             (Trainer("train_gpt2.py").train(0, shards, tmp_path / "new", **start), "family HRM"),
             (HRM.fork(torch.cuda.device_count() + 1, shards, tmp_path / "new", device="cuda"), "GPU")):
@@ -227,15 +169,14 @@ def test_a_run_is_used_by_its_directory_alone(shards, existing, corpus, tmp_path
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, shards):
     """They would push the good checkpoints out."""
     out, flags = tmp_path / "run", {"schedule": "constant"}
-    assert train(0, shards, out, steps=8, **flags).code == 0
+    ended(train(0, shards, out, steps=8, **flags))
     with pytest.raises(RunError, match="10 times"):
         train(0, shards, out, steps=40, save_every=1, lr=1e30, **flags)
     steps = [int(p.name[5:13]) for p in list_checkpoints(out)]
     assert steps[:2] in ([8, 4], [9, 8])  # the loss that step 9 began with was fine, its weights are not
     for bad in list_checkpoints(out)[:steps.index(8)]:
         bad.unlink()
-    again = train(0, shards, out, steps=12, **flags)
-    assert again.code == 0 and "resuming after step 8" in again.out
+    ended(train(0, shards, out, steps=12, **flags), "resuming after step 8")
 
 
 def test_what_a_run_writes_and_an_evaluation_that_was_cut_off(tmp_path, shards):
@@ -243,34 +184,16 @@ def test_what_a_run_writes_and_an_evaluation_that_was_cut_off(tmp_path, shards):
     then equals that of an undisturbed run. If it is there, nothing is evaluated again.
     """
     out = tmp_path / "run"
-    assert train(0, shards, out, steps=8, eval_every=4, ema=0.9).code == 0
+    ended(train(0, shards, out, steps=8, eval_every=4, ema=0.9))
     whole, lines = log_of(out), (out / "metrics.jsonl").read_text().splitlines()
     for kept, again in ((lines[:-1], True), ([*lines[:-1], lines[-1][:20]], True), (lines, False)):
         (out / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-        done = train(0, shards, out, steps=8, eval_every=4, ema=0.9)
-        assert done.code == 0 and ("validation loss" in done.out) == again, done.out
-        assert again or "is complete after 8" in done.out
-        assert log_of(out) == whole
-    names = {p.name for p in out.iterdir()}
-    assert names >= {"config.json", "checkpoints", "history.json", "tokenizer.json", "train.log"}
-    assert len(list_checkpoints(out)) == 2 and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
+        done = ended(train(0, shards, out, steps=8, eval_every=4, ema=0.9))
+        assert ("validation loss" in done.out) == again and log_of(out) == whole
+    assert (out / "train.log").is_file() and (out / "checkpoints" / "best.pt").stat().st_nlink == 2
     trained, evaluated = map(json.loads, lines[-2:])
     assert {key for key in trained if not key.startswith("System/")} == {
         "step", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_sec", "mfu", "mem_gb", "bp_steps",
         "labels", "cycles", "time"}
     assert evaluated.keys() == {"step", "tokens", "val_loss", "val_perplexity", "val_cycles",
                                 "val_bits_per_byte", "time"}
-    history = json.loads((out / "history.json").read_text())
-    assert history["step"][-2:] == [8, 8] and history["val_loss"][-2:] == [None, evaluated["val_loss"]]
-
-
-@pytest.mark.full
-def test_a_short_name_is_prepared_once_and_learned(tmp_path, corpus):
-    """The way of the default command, with a smaller corpus: below the unigram entropy within a minute."""
-    done = run(2, "train_hrm.py", "--data", f"text:{corpus}", "--tokenizer", "bpe:512", "--steps", "60",
-               "--seq-len", "64", "--eval-every", "60", "--eval-batches", "4", "--max-new-tokens", "20",
-               cwd=tmp_path)
-    assert done.code == 0 and done.out.count("is ready:") == 1, done.out
-    loss, entropy = re.findall(r"validation loss ([\d.]+) \| .*unigram entropy ([\d.]+)", done.out)[-1]
-    assert float(loss) < float(entropy) - 0.3
-    assert (tmp_path / "runs/hrm-tiny-corpus-bpe512/tokenizer.json").exists()

@@ -3,7 +3,7 @@ was killed resumes bit for bit. Those on data, evaluations and teachers are in o
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from conftest import ROOT
 from runs import (
-    SMALL,
     Trainer,
     assert_same_run,
     copy_of_the_first_half,
     edited,
+    ended,
     evaluations_of,
     log_of,
     module_of,
@@ -38,8 +38,7 @@ BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "
 ELSEWHERE = {"weighted losses and policy gradients", "a teacher", "preferences (DPO)", "data of your own",
              "an average of your own", "fine-tune with LoRA", "a profile"}
 FIRST_TIER = ("an optimizer of your own", "a second validation set", "early stopping", "a batch that grows")
-FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "keep_last": 9, "batch": 3,
-         "max_new_tokens": 3}
+FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "keep_last": 9, "batch": 3, "max_new_tokens": 3}
 FULL = pytest.mark.full
 
 
@@ -69,9 +68,7 @@ def changed(name: str, shards: Path, directory: Path, thaw: int = 6) -> Trainer:
 def assert_resumes(train, shards, base: Path, **flags):
     """Whether the run base/whole equals one that goes on from its first checkpoint."""
     copy_of_the_first_half(base / "whole", base / "resumed")
-    done = train(shards, base / "resumed", **flags)
-    assert done.code == 0 and "resuming after step 4" in done.out, done.out
-    assert "from scratch with" not in done.out
+    ended(train(shards, base / "resumed", **flags), "resuming after step 4")
     assert_same_run(base / "whole", base / "resumed")
 
 
@@ -84,27 +81,22 @@ def test_the_page_has_these_recipes_and_each_is_short():
 @pytest.fixture(scope="module")
 def plain(shards, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("plain") / "run"
-    assert Trainer("train_gpt2.py", **FLAGS).train(0, shards, out).code == 0
+    ended(Trainer("train_gpt2.py", **FLAGS).train(0, shards, out))
     return out
-
-
-def grows(steps, evaluations) -> bool:
-    tokens = [step["tokens"] for step in steps]
-    return tokens[8] - tokens[7] == 2 * tokens[0] and tokens[7] == 8 * tokens[0]
 
 
 # what the log shows of a change: of its steps (s) and its evaluations (e)
 SHOWN = {
     "early stopping": lambda s, e: len(s) < 16,
-    "a batch that grows": grows,
+    "a batch that grows": lambda s, e: [s[i]["tokens"] / s[0]["tokens"] for i in (7, 8)] == [8, 10],
     "shorter rows at first": lambda s, e: abs(s[3]["loss"] - s[4]["loss"]) < 0.5,  # means over labels
-    "a second validation set": lambda s, e: all(
-        r["val_loss/other"] == r["val_loss/main"] == pytest.approx(r["val_loss"]) for r in e),
-    "norms of the gradients": lambda s, e: all(r["gradient_0"] > 0 for r in s),
-    "a metric": lambda s, e: all(0 <= r["val_spaces"] <= 1 for r in e),
-    "the best by another number": lambda s, e: all(r["best_metric"] == r["val_bits_per_byte"] for r in e),
+    "a second validation set": lambda s, e: (
+        e[0]["val_loss/other"] == e[0]["val_loss/main"] == pytest.approx(e[0]["val_loss"])),
+    "norms of the gradients": lambda s, e: s[-1]["gradient_0"] > 0,
+    "a metric": lambda s, e: 0 <= e[-1]["val_spaces"] <= 1,
+    "the best by another number": lambda s, e: e[0]["best_metric"] == e[0]["val_bits_per_byte"],
     "a loss term from inside the model": lambda s, e: s[-1]["square"] > 0 and e[-1]["val_square"] > 0,
-    "a curve": lambda s, e: all(r["embed_norm"] > 0 for r in s),
+    "a curve": lambda s, e: s[-1]["embed_norm"] > 0,
 }
 
 
@@ -114,8 +106,7 @@ def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
     train = partial(changed(name, shards, tmp_path).train, 0)
     # with a rate of 0 the loss doesn't fall after the first evaluation
     flags = {"lr": 0} if name == "early stopping" else {}
-    done = train(shards, tmp_path / "whole", **flags)
-    assert done.code == 0, done.out
+    ended(train(shards, tmp_path / "whole", **flags))
     before = log_of(tmp_path / "whole")
     assert before != log_of(plain)
     shown = SHOWN.get(name, lambda s, e: True)
@@ -126,15 +117,15 @@ def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
 
 
 @pytest.mark.parametrize("ranks, thaw, flags", [
-    (2, 2, {"strategy": "zero2"}),
+    (0, 6, {"strategy": "zero2"}),  # in this process, since starting two takes 9 s
     *(pytest.param(2, thaw, flags, marks=FULL) for thaw, flags in (
-        (6, {"strategy": "zero3"}), (2, {"comm": "late"}), (6, {"optimizer": "muon"}),
+        (6, {"strategy": "zero3"}), (2, {"comm": "late"}),
         (6, {"optimizer": "adam-atan2", "strategy": "zero1", "ema": 0.9})))])
 def test_a_block_is_frozen_until_a_step_and_resumes_before_and_after_it(ranks, thaw, flags, shards, tmp_path):
-    train = partial(changed("a block frozen until step 1000", shards, tmp_path, thaw).fork, ranks)
+    trainer = changed("a block frozen until step 1000", shards, tmp_path, thaw)
+    train = partial(trainer.fork if ranks else trainer.train, ranks)
     flags |= {"n_layer": 2, "steps": 12}
-    whole = train(shards, tmp_path / "whole", **flags)
-    assert whole.code == 0, whole.out
+    ended(train(shards, tmp_path / "whole", **flags))
     for step, path in zip((4, 8), list_checkpoints(tmp_path / "whole")[::-1]):
         optimized = read_checkpoint(path)["tensors"]["optimizer"]
         blocks = {name.split(".")[2] for name in optimized if "blocks" in name}
@@ -151,8 +142,7 @@ def test_a_change_is_killed_on_two_processes(name, shards, tmp_path):
 # ------------------------------------------------------------------------------------------------ LoRA
 
 LORA = {"steps": 8, "eval_every": 4, "keep_last": 9, "warmup": 1}
-OWN = {"gpt2": {"max_new_tokens": 3, "seq_len": 32}, "hrm": {"max_new_tokens": 3, "ff": 64, "bp_steps": 4},
-       "mlm": {"ff": 48, "window": 16}}
+OWN = {"gpt2": {"max_new_tokens": 3}, "hrm": {"max_new_tokens": 3, "bp_steps": 4}, "mlm": {"window": 16}}
 CLASSES = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
 
 
@@ -165,36 +155,34 @@ def low_rank(directory: Path, name: str) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def bases(shards, tmp_path_factory):
+def base_of(shards, tmp_path_factory):
     """A trained run of each trainer that is asked for."""
-    class Bases(dict):
-        def __missing__(self, name):
-            out = tmp_path_factory.mktemp("base") / name
-            done = Trainer(f"train_{name}.py", **LORA, **OWN[name]).train(0, shards, out, lr=1e-2, steps=60)
-            assert done.code == 0, done.out
-            return self.setdefault(name, out)
-    return Bases()
+    @cache
+    def base(name):
+        out = tmp_path_factory.mktemp("base") / name
+        ended(Trainer(f"train_{name}.py", **LORA, **OWN[name]).train(0, shards, out, lr=1e-2, steps=60))
+        return out
+    return base
 
 
 @pytest.mark.parametrize("name, ranks, changes", [
     ("gpt2", 0, {}), *(pytest.param(*case, marks=FULL) for case in (
-        ("gpt2", 2, {"strategy": "zero2"}), ("hrm", 2, {"strategy": "zero3"}),
-        ("mlm", 2, {"strategy": "zero1", "ema": 0.9})))])
-def test_thin_matrices_alone_learn_and_are_merged(name, ranks, changes, bases, shards, tmp_path):
+        ("hrm", 2, {"strategy": "zero3"}), ("mlm", 2, {"strategy": "zero1", "ema": 0.9})))])
+def test_thin_matrices_alone_learn_and_are_merged(name, ranks, changes, base_of, shards, tmp_path):
     """The merged model is a plain one with the same logits."""
-    trainer, base = low_rank(tmp_path, name), bases[name]
+    trainer, base = low_rank(tmp_path, name), base_of(name)
     flags = {"init_from": base, "lr": 1e-2} | changes
     train = partial(trainer.fork if ranks else trainer.train, ranks)
-    done = train(shards, tmp_path / "whole", **flags)
-    assert done.code == 0 and "WARNING" not in done.out, done.out
+    ended(train(shards, tmp_path / "whole", **flags))
     saved = read_checkpoint(list_checkpoints(tmp_path / "whole")[0])["tensors"]
     plain = read_checkpoint(list_checkpoints(base)[0])["tensors"]["model"]
     thin = saved["model"].keys() - plain.keys()
-    assert {name.rpartition(".")[2] for name in thin} == {"a", "b"} and len(thin) % 8 == 0
+    assert {name.rpartition(".")[2] for name in thin} == {"a", "b"}
     assert all(torch.equal(saved["model"][key], plain[key]) for key in plain)
     assert {key.rpartition("/")[0] for key in saved["optimizer"]} == thin
-    losses = [min(e["val_loss"] for e in evaluations_of(out)) for out in (tmp_path / "whole", base)]
-    assert losses[0] < losses[1] and steps_of(tmp_path / "whole")[0]["loss"] < losses[1] + 0.5
+    loss = evaluations_of(base)[-1]["val_loss"]
+    assert evaluations_of(tmp_path / "whole")[-1]["val_loss"] < loss
+    assert steps_of(tmp_path / "whole")[0]["loss"] < loss + 0.5
     assert_resumes(train, shards, tmp_path, **flags)
 
     module = module_of(trainer.script)
@@ -202,30 +190,25 @@ def test_thin_matrices_alone_learn_and_are_merged(name, ranks, changes, bases, s
     run = SimpleNamespace(saved={"tensors": {group: dict(named) for group, named in saved.items()}})
     module.merge(run)
     assert run.model_class is CLASSES[name]
-    merged = run.model_class(ours.config).eval()
-    idx = torch.randint(0, 256, (2, SMALL["seq_len"]), generator=torch.Generator().manual_seed(0))
-    difference = []
-    for tensors in (run.saved["tensors"]["model"], plain):
+    merged, idx = run.model_class(ours.config).eval(), torch.arange(64).view(2, 32)
+    for tensors, same in ((run.saved["tensors"]["model"], True), (plain, False)):
         merged.load_state_dict(tensors)
         with torch.no_grad():
-            difference += [(merged(idx) - ours(idx)).abs().max()]
-    assert difference[0] < 1e-4 and difference[1] > 1e-2  # the control: something was learned
+            difference = (merged(idx) - ours(idx)).abs().max()
+        assert difference < 1e-4 if same else difference > 1e-2  # the control: something was learned
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, kind, file", [
     ("gpt2", "gguf", "model.gguf"), ("hrm", "hf", "hf/config.json"), ("mlm", "hf", "hf/config.json")])
-def test_an_export_is_merged_and_other_uses_need_no_merging(name, kind, file, bases, shards, tmp_path):
+def test_an_export_is_merged_and_other_uses_need_no_merging(name, kind, file, base_of, shards, tmp_path):
     """Without the guide's lines before it, --export is refused."""
     trainer, out = low_rank(tmp_path, name), tmp_path / "run"
-    assert trainer.train(0, shards, out, init_from=bases[name], lr=1e-2).code == 0
+    ended(trainer.train(0, shards, out, init_from=base_of(name), lr=1e-2))
     use = ("--fill", "a[MASK]b") if name == "mlm" else ("--prompt", "a")
     for flags in (["--export", kind], use, ["--eval-only"]):
-        done = trainer.here("--out", out, *flags)
-        assert done.code == 0 and "WARNING" not in done.out, done.out
-    found = float(re.search(r'"val_loss": ([\d.]+)', done.out)[1])
-    assert found == pytest.approx(evaluations_of(out)[-1]["val_loss"], abs=1e-5) and (out / file).is_file()
+        ended(trainer.here("--out", out, *flags))
+    assert (out / file).is_file()
     path = Path(trainer.script).with_name(f"train_unmerged_{name}.py")
     path.write_text(Path(trainer.script).read_text().replace("    merge(run)\n", "    pass\n"))
-    refused = Trainer(str(path)).here("--out", out, "--export", kind)
-    assert refused.code == 2 and "LoRA" in refused.out, refused.out
+    ended(Trainer(str(path)).here("--out", out, "--export", kind), "LoRA", code=2)

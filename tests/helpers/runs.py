@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
 import json
 import signal
 import sys
@@ -52,10 +53,9 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    for ours, theirs in zip(log_of(a), log_of(b)):
-        ours["mfu"] = theirs["mfu"] = None  # another time; a CPU has none
+    for records in itertools.zip_longest(log_of(a), log_of(b), fillvalue={}):
+        ours, theirs = (record | {"mfu": None} for record in records)  # another time; a CPU has none
         assert ours == theirs, f"the logs of {a} and {b} first differ here:\n{ours}\n{theirs}"
-    assert len(log_of(a)) == len(log_of(b)), f"{a} has {len(log_of(a))} records, {b} {len(log_of(b))}"
     ours, theirs = tensors_of(a), tensors_of(b)
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
@@ -69,6 +69,12 @@ def assert_close_runs(a: Path, b: Path, bound: float = 1e-5) -> None:
     assert max(abs(x["loss"] - y["loss"]) for x, y in zip(ours, theirs, strict=True)) <= bound
     theirs = {r["step"]: r["val_loss"] for r in evaluations_of(b)}
     assert all(abs(r["val_loss"] - theirs[r["step"]]) <= bound for r in evaluations_of(a))
+
+
+def ended(done: Finished, *named: str, code=0) -> Finished:
+    """A run that has ended with this code and has said this."""
+    assert done.code == code and all(text in done.out for text in named), done.out
+    return done
 
 
 def first_checkpoint(run_directory: Path) -> Path:
@@ -160,13 +166,6 @@ class Trainer:
         self._wait_for(step, out, lambda: process.poll() is None)
         return kill(process)
 
-    def kill_forked_after(self, step: int, ranks, shards, out, **changes) -> str:
-        """What kill_after does, without torchrun, which is faster."""
-        group = Group(self.script, *self.flags(shards, out, **changes), ranks=ranks)
-        self._wait_for(step, out, lambda: group.all_alive)
-        group.kill()
-        return group.text
-
     def _wait_for(self, step: int, out: Path, is_alive) -> None:
         deadline = time.monotonic() + 200
         while not any(int(p.name[5:13]) >= step for p in list_checkpoints(out)):
@@ -179,20 +178,21 @@ class Trainer:
         compiled, the second start compiles again, as on a machine that was started again.
         """
         settings = self.defaults | changes
-        compiled = settings.get("compile")
-        # what has loaded CUDA cannot be forked
-        undisturbed = self.train if torch.cuda.is_available() else self.fork
-        kill_after = self.kill_after if compiled or torch.cuda.is_available() else self.kill_forked_after
-        whole = undisturbed(ranks, shards, tmp_path / "whole", **changes)
-        assert whole.code == 0, whole.out
-        kill_after(8, ranks, shards, tmp_path / "killed", **changes)
+        compiled, cuda = settings.get("compile"), torch.cuda.is_available()
+        undisturbed = self.train if cuda else self.fork  # what has loaded CUDA cannot be forked
+        ended(undisturbed(ranks, shards, tmp_path / "whole", **changes))
+        if compiled or cuda:
+            self.kill_after(8, ranks, shards, tmp_path / "killed", **changes)
+        else:
+            group = Group(self.script, *self.flags(shards, tmp_path / "killed", **changes), ranks=ranks)
+            self._wait_for(8, tmp_path / "killed", lambda: group.all_alive)
+            group.kill()
         killed_at = log_of(tmp_path / "killed")[-1]["step"]
         assert killed_at < settings["steps"], "the run was over before it could be killed"
         again = self.train if compiled or not ranks else undisturbed
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))  # Triton's cache is in it
-            resumed = again(ranks, shards, tmp_path / "killed", **changes)
-        assert resumed.code == 0 and "resuming after step" in resumed.out, resumed.out
+            ended(again(ranks, shards, tmp_path / "killed", **changes), "resuming after step")
         assert_same_run(tmp_path / "whole", tmp_path / "killed")
         assert [r["step"] for r in steps_of(tmp_path / "killed")] == list(range(1, settings["steps"] + 1))
         assert not compiled or any((tmp_path / "compiled").iterdir()), "it was not compiled again"

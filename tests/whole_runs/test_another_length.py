@@ -3,7 +3,7 @@
 import pytest
 import torch
 from processes import fork
-from runs import Trainer, log_of, steps_of, tensors_of
+from runs import Trainer, ended, log_of, steps_of, tensors_of
 
 from ddp_utils import list_checkpoints
 from model import learning_rate
@@ -11,8 +11,8 @@ from model import learning_rate
 FLAGS = {"steps": 16, "save_every": 4, "eval_every": 8, "keep_last": 9, "warmup": 2, "schedule": "wsd",
          "min_lr": 0}
 TRAINERS = {"gpt2": Trainer("train_gpt2.py", max_new_tokens=2, **FLAGS),
-            "hrm": Trainer("train_hrm.py", max_new_tokens=2, ff=64, bp_steps=4, **FLAGS),
-            "mlm": Trainer("train_mlm.py", ff=48, window=16, **FLAGS)}
+            "hrm": Trainer("train_hrm.py", max_new_tokens=2, bp_steps=4, **FLAGS),
+            "mlm": Trainer("train_mlm.py", **FLAGS)}
 
 
 @pytest.mark.parametrize("name, ranks, changes", [("gpt2", 0, {}), *(
@@ -25,8 +25,7 @@ def test_a_branch_has_the_bits_of_a_run_of_its_length(name, ranks, changes, shar
     def train(out: str, *flags, **more):
         if not flags:
             flags = trainer.flags(shards, tmp_path / out, **changes | more)
-        done = fork(ranks, trainer.script, *flags) if ranks else trainer.here(*flags)
-        assert done.code == 0, done.out
+        ended(fork(ranks, trainer.script, *flags) if ranks else trainer.here(*flags))
 
     def after(step: int, out: str) -> list[dict]:
         return [record for record in log_of(tmp_path / out) if record["step"] > step]

@@ -1,14 +1,13 @@
 """What training on a GPU relies on and a CPU can show: compiled blocks, and deterministic operations."""
 
-import logging
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, start, torchrun
-from runs import Trainer
+from conftest import run
+from runs import Trainer, ended
 from states import run_of, train_state
 from tiny_models import BUILDS, each_model, gpt2, largest_error, step, tokens
 from torch import nn
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_utils
 import training.step
-from cluster import diagnosis
 from model import blocks_of
 from training.strategies import set_modes
 from weights.sampling import sample_ids
@@ -55,16 +53,12 @@ def test_compiled_blocks_compute_the_same(build):
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older code for CPUs rounds otherwise")
 @pytest.mark.full
-@pytest.mark.parametrize("name, modes", [("hrm", ["block"]), *(
-    pytest.param(name, ["block", "selective"], marks=pytest.mark.long) for name in BUILDS)])
-def test_compiled_blocks_checkpoint_exactly_in_bfloat16(name, modes, world):
-    found = {}
-    for mode in ("none", *modes):
-        state = train_state(BUILDS[name](), world, precision="bf16", compile=True,
-                            checkpoint_activations=mode)
-        found[mode] = step(state.model)[0]
-    for mode in modes:
-        assert all(torch.equal(found[mode][key], found["none"][key]) for key in found[mode]), mode
+@pytest.mark.parametrize("name", ["hrm", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_compiled_blocks_checkpoint_exactly_in_bfloat16(name, world):
+    plain, *others = [step(train_state(BUILDS[name](), world, precision="bf16", compile=True,
+                                       checkpoint_activations=mode).model)[0]
+                      for mode in ("none", "block", "selective")]
+    assert all(torch.equal(found[key], plain[key]) for found in others for key in plain)
 
 
 @pytest.mark.parametrize("cut, graphs", [(False, 1), (True, 2)])
@@ -82,23 +76,15 @@ def test_a_block_is_one_graph_under_ddp(world, monkeypatch, capsys, cut, graphs)
     state.wrapped(tokens(), tokens())[0].backward()
     assert torch._dynamo.utils.counters["aot_autograd"]["total"] == graphs
     assert "compiling" in capsys.readouterr().out
-    # torch warns there of in-place operations under selective checkpointing, of which blocks have none
-    assert not logging.getLogger("torch._higher_order_ops.wrap").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.full
 def test_a_run_without_a_compiler_names_what_to_install(tmp_path, shards):
-    """As in Debian's smallest system. Triton, for GPUs, and the header have words of their own."""
+    """As in Debian's smallest system."""
     trainer = Trainer("train_gpt2.py", compile=True)
-    done = finish(start(torchrun(0, trainer.script, *trainer.flags(shards, tmp_path / "run")),
-                        CXX="no-such-compiler", TORCHINDUCTOR_CACHE_DIR=tmp_path / "cache"))
-    assert done.code == 2 and "Traceback" not in done.out, done.out
-    assert "g++ python3-dev" in done.out and "--no-compile" in done.out
-    for text in ("Failed to find C compiler. Please specify via CC environment variable.",
-                 "a.cpp:2:10: fatal error: Python.h: No such file or directory",
-                 "Command '['/usr/bin/gcc', '/tmp/a.c', '-O3']' returned non-zero exit status 1."):
-        assert diagnosis.lacks_compiler(RuntimeError(text))
-    assert not diagnosis.lacks_compiler(RuntimeError("shapes (2, 3) and (4,)"))
+    done = run(0, trainer.script, *trainer.flags(shards, tmp_path / "run"), CXX="no-such-compiler",
+               TORCHINDUCTOR_CACHE_DIR=tmp_path / "cache")
+    assert "Traceback" not in ended(done, "g++ python3-dev", "--no-compile", code=2).out
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -125,7 +111,7 @@ class Unordered(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name, config", [
-    ("hrm", {"start": 0, "response": 1}), ("hrm", {"halt": True}), ("gpt2", {}), ("mlm", {})], ids=str)
+    ("hrm", {"start": 0, "response": 1, "halt": True}), ("gpt2", {}), ("mlm", {})], ids=str)
 def test_training_and_sampling_need_no_operation_that_strict_mode_refuses(name, config, world):
     flags = {"ema": 0.9, "optimizer": "adamw" if name == "mlm" else "muon"}
     state = train_state(BUILDS[name](**config), world, **flags)
@@ -156,13 +142,11 @@ def test_gpus_add_up_in_one_order_unless_fast(monkeypatch, fast):
     """
     monkeypatch.setattr(os, "environ", dict(os.environ))
     torch.use_deterministic_algorithms(True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         gpu = SimpleNamespace(device=torch.device("cuda", 0))
         set_modes(gpt2(), run_of(gpu, fast=fast, compile=False).args, gpu)
         assert torch.are_deterministic_algorithms_enabled() is not fast
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
         assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is not fast
     finally:
         torch.use_deterministic_algorithms(False)
