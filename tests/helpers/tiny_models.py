@@ -2,6 +2,7 @@
 
 import functools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from model import GPT2, HRM, MLM, GPT2Config, HRMConfig, MLMConfig, blocks_of
 from vocab.tokenizer import load_tokenizer
+from weights.huggingface import to_hf
 
 VOCAB, PADDED, SEQ_LEN = 60, 64, 16  # padded, so that every test has ids that must not matter
 EOT, WINDOW = 0, 6  # of the MLM; three tokens to either side
@@ -132,3 +134,9 @@ def made(name: str, seed: int = 0, **changes) -> nn.Module:
                       "global_every": pick((2, 3)), "global_theta": 500.0, "local_theta": 100.0}}[name]
     model = BUILDS[name](**shape | changes)
     return randomize(model, seed, model.config.d_model ** -0.5).eval()
+
+
+def export(model: nn.Module, tokenizer, directory: Path) -> Path:
+    """Writes a model for transformers into a directory. Returns the directory."""
+    to_hf(model.eval(), directory, tokenizer)
+    return directory
