@@ -120,12 +120,11 @@ def test_a_step_of_adamw_does_not_wait_for_the_device(optimizer, waits, world):
         state.optimizer_step(1e-3, state.clip_gradients(1.0, vote))
         vote.vote()
 
-    for factor in (1.0, 1.0, float("inf")):  # the first makes the state
+    for factor in (1.0, float("inf")):  # the first makes the state
         before = [p.detach().clone() for p in model.parameters()]
         step(factor)
-        same = [*map(torch.equal, before, model.parameters())]
-        assert all(same) if factor > 1 else not any(same)
-    assert vote.agreed == 0 and not state.updated and state.skipped == 1
+        assert {*map(torch.equal, before, model.parameters())} == {factor > 1}
+    assert vote.agreed == 0 and not state.updated
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -143,7 +142,7 @@ WIDTH_OF_GPT2 = {"seq_len": 1024, "d_model": 768, "n_head": 12, "n_layer": 2, "g
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks, script, changes", [
     (1, "train_hrm.py", {}), (1, "train_mlm.py", {}), (1, "train_gpt2.py", WIDTH_OF_GPT2),
-    *((2, "train_gpt2.py", {"strategy": strategy}) for strategy in ("ddp", "zero1", "zero2", "zero3"))])
+    (2, "train_gpt2.py", {"strategy": "zero1"}), (2, "train_gpt2.py", {"strategy": "zero3"})])
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, shards, ranks, script, changes):
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs two GPUs")

@@ -324,16 +324,6 @@ def test_fields_of_a_model(tmp_path):
         ddp_utils.assert_family({"family": "MLM", "path": path}, GPT2)
 
 
-def test_a_run_that_is_not_there_is_told_which_are(tmp_path, world):
-    for name in ("a", "b", "empty"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-        if name != "empty":
-            (tmp_path / name / "checkpoints" / "step_00000001_loss5.0.pt").touch()
-    for name in ("c", "empty"):
-        with pytest.raises(UserError, match=f"{tmp_path / name} .* {tmp_path}/a, {tmp_path}/b;"):
-            load_checkpoint(tmp_path / name, print)
-
-
 # --------------------------------------------------------------------------------------- writing checkpoints
 
 def test_only_files_of_a_run_are_deleted(tmp_path, world):

@@ -79,10 +79,10 @@ def make_state(world, seed=0, optimizer="adamw", **changes) -> TrainState:
     return state
 
 
-def save(out, world, state, steps=(1,), said=None, keep_last=3) -> None:
+def save(out, world, state, steps=(1,), keep_last=3) -> None:
     """Writes checkpoints of a state, as those of other steps."""
     (out / "checkpoints").mkdir(exist_ok=True)
-    checkpoints = ddp_utils.Checkpoints(out, world, keep_last, (said if said is not None else []).append)
+    checkpoints = ddp_utils.Checkpoints(out, world, keep_last, str)
     meta = {"samples": 7, "family": "HRM", "model_config": asdict(state.model.config)}
     for step in steps:
         checkpoints.save(step, state, meta | META)

@@ -56,9 +56,9 @@ def test_compiled_blocks_keep_what_is_counted(name, mode):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
-        loss = model(**model.dummy_inputs(4, CPU))[0]
+        model(**model.dummy_inputs(4, CPU))[0]
     torch.compiler.reset()  # Dynamo gives up on a block of which it has compiled many variants
-    assert counted(model, CPU, mode, True) == pytest.approx(sum(sizes.values()), rel=0.1) and loss > 0
+    assert counted(model, CPU, mode, True) == pytest.approx(sum(sizes.values()), rel=0.1)
     torch.compiler.reset()
 
 

@@ -192,7 +192,7 @@ def test_another_optimizer_starts_afresh_where_it_must(tmp_path, world):
         names = {name.rpartition("/")[0] for name in restored}
         assert names == {n for n, _ in state.model.named_parameters() if ".blocks." not in n}
         assert all(torch.equal(t, saved["tensors"]["optimizer"][name]) for name, t in restored.items())
-        assert len(said) == 1 and "L.blocks.0.down.weight" in said[0]
+        assert "L.blocks.0.down.weight" in said[0]
         take_step(state)  # the fresh ones work
 
 

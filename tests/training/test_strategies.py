@@ -4,7 +4,6 @@ doesn't change what is computed.
 
 import contextlib
 import copy
-import re
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -120,25 +119,16 @@ def check_memory(world) -> None:
         held[strategy] = {what: sum(local_shard(t).nbytes for t in found) for what, found in tensors.items()}
         # on a CPU nothing is offloaded
         said = memory_of(model, strategy.removesuffix("-offload"), flags_of(train_hrm, []), 2, 0)
-        whole = strategy in ("ddp", "zero1")
         for what, n in held[strategy].items():
+            exact = said[what]
             if what == "optimizer" and strategy == "zero1":  # whole tensors are dealt out
-                exact = pytest.approx(said[what], rel=0.3)
-            elif what == "optimizer" or what == "parameters" and whole:
-                exact = said[what]
-            elif whole:
-                exact = said[what] - max(p.nbytes for p in model.parameters())
-            else:  # what is gathered for the time of a step is gone
+                exact = pytest.approx(exact, rel=0.3)
+            elif what != "optimizer" and strategy not in ("ddp", "zero1"):
                 exact = held["ddp"][what] / 2
-                assert n < said[what]
+                assert n < said[what]  # what is gathered for the time of a step is gone
+            elif what == "gradients":
+                exact -= max(p.nbytes for p in model.parameters())
             assert n == exact, (strategy, what)
-        if strategy == "ddp":  # the next step adds to DDP's buckets from its first micro-batch on
-            state.wrapped(*batch(world.rank))[0].backward()  # DDP makes its last buckets
-            buckets = [p.grad.data_ptr() for p in model.parameters()]
-            state.clear_gradients()
-            with state.no_sync(True):
-                state.wrapped(*batch(world.rank))[0].backward()
-            assert buckets == [p.grad.data_ptr() for p in model.parameters()]
 
 
 def check_who_writes_samples(world) -> None:
@@ -233,11 +223,10 @@ BF16 = {"comm": "bf16", "d_model": 160, "n_layer": 3}  # more than fits DDP's fi
 @pytest.mark.full
 def test_what_is_rounded_or_skipped_resumes_bit_for_bit(tmp_path, shards):
     """Gradients sent as bf16, with an update that is skipped; shards sent as bf16. A run that ends with a
-    skipped update is saved. A resumed one under zero3 writes samples on all ranks.
+    skipped update is saved.
     """
     ddp = {"precision": "bf16"}
     runs = {"bf16": BF16, "zero3": ddp | {"strategy": "zero3", "comm": "bf16"}}
-    sample = {"strategy": "zero3", "eval_every": 5, "sample_every": 2, "save_every": 5, "max_new_tokens": 3}
 
     def skipping(step, suffix="", **changes):
         return [("gpt2", f"{name}{suffix}", flags | changes, f"nan:{step}" if name == "bf16" else "")
@@ -245,11 +234,10 @@ def test_what_is_rounded_or_skipped_resumes_bit_for_bit(tmp_path, shards):
 
     run_all(2, shards, tmp_path, [
         *skipping(15), *skipping(15, "-fp32", comm="fp32"), ("gpt2", "ddp", ddp),
-        ("gpt2", "last", {"steps": 12}, "nan:12"), ("gpt2", "sample", sample | {"steps": 5})])
+        ("gpt2", "last", {"steps": 12}, "nan:12")])
     for name in runs:
         copy_of_the_first_half(tmp_path / name, tmp_path / f"{name}-again")
-    out = run_all(2, shards, tmp_path, [*skipping(5, "-again"), ("gpt2", "sample", sample)])
-    assert re.findall(r"resuming after step (\d+)", out) == ["10", "10", "5"], out
+    run_all(2, shards, tmp_path, skipping(5, "-again"))
     for name in runs:
         assert_same_run(tmp_path / name, tmp_path / f"{name}-again")
         with pytest.raises(AssertionError):  # they are rounded
@@ -259,5 +247,3 @@ def test_what_is_rounded_or_skipped_resumes_bit_for_bit(tmp_path, shards):
         assert_close_runs(tmp_path / "ddp", tmp_path / "zero3")
     assert [r["step"] for r in steps_of(tmp_path / "bf16-again") if r["skipped"]] == [15]
     assert [step_of(path) for path in list_checkpoints(tmp_path / "last")] == [12, 10]
-    text = (tmp_path / "sample" / "train.log").read_text()
-    assert re.findall(r"sample after step (\d+)", text) == ["5", "10", "20"]
