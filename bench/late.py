@@ -5,7 +5,8 @@
 
 Each micro-batch stands for another process, in the trainers' order, so --grad-accum has to be a multiple of
 the number of processes. Gradients are packed, added up and applied as `Late` does it on that many processes.
-The results are the same bits, with one thread each (tests/cluster/test_late.py).
+With one thread each, the results are the same bits if the labels of a step divide evenly among the processes,
+as in plain text (two: tests/cluster/test_late.py, five: tests/whole_runs/test_lab.py).
 """
 
 import importlib
@@ -55,7 +56,7 @@ def imitate(processes: int):
         made[-1].keep()
 
     def labels_of_one(count, world):
-        # the trainer multiplies the loss by its world size of 1, and would multiply it by `processes` there
+        # the trainers compute loss * world_size / labels, and world_size is 1 here
         labels = async_sum(count, world)
         return lambda: labels() / processes
 

@@ -136,11 +136,11 @@ def run_files(run: Run, model: nn.Module, meta: dict) -> dict[str, bytes]:
     if run.trainer.is_file():  # not if main() is in a notebook
         commands.append(run.command)
         commits.append(commit_of(run.trainer.resolve().parent))
-    files = {
-        "config.json": to_json(meta | {
-            "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
-            "training_tokens": run.dataset.train.num_tokens}, indent=2).encode(),
-        "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
+    config = meta | {
+        "commands": commands, "commits": commits, "given": run.given, "parameters": num_params(model),
+        "training_tokens": run.dataset.train.num_tokens}
+    files = {"config.json": to_json(config, indent=2).encode(),
+             "tokenizer.json": run.dataset.tokenizer.to_json().encode()}
     for name, path in project_files(run.trainer).items():
         if not run.saved or not (run.out / name).exists():
             with oserror_as_retryable(path):
