@@ -50,3 +50,9 @@ def test_flags_that_exclude_each_other_are_named(words, named):
         train_gpt2.parse_args(words.split())
     given = train_gpt2.parse_args("--dry-run --init-from a --size tiny --steps 3".split()).given
     assert given == {"dry_run": "", "init_from": "a", "size": "tiny", "steps": 3, "epochs": None}
+
+
+def test_a_key_of_a_size_that_is_no_flag_is_named():
+    sizes = {"tiny": train_gpt2.SIZES["tiny"] | {"n_head_typo": 2}}
+    with pytest.raises(UserError, match="tiny.*n_head_typo"):
+        parse_flags(make_parser("", GPT2Config, sizes), GPT2Config, sizes, [])

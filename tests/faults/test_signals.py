@@ -9,6 +9,7 @@ import itertools
 import os
 import pkgutil
 import re
+import resource
 import signal
 import time
 import uuid
@@ -196,6 +197,18 @@ def test_training_stops_after_the_step_of_a_signal(tmp_path, shards, ranks, numb
     done = group.finish(20)
     assert not any(group.codes), done.out
     check_stop(done, tmp_path / "run", number)
+
+
+def limit_of_cpu_time():
+    resource.setrlimit(resource.RLIMIT_CPU, (2, resource.RLIM_INFINITY))
+
+
+@pytest.mark.full
+def test_a_limit_of_cpu_time_is_heard_whenever_it_comes(tmp_path, shards):
+    """The kernel sends SIGXCPU each second from the limit on, here before the first step or after it."""
+    done = train(shards, tmp_path / "run", limit_of_cpu_time, **ENDLESS).finish(60)
+    assert done.code == 0, done.out
+    check_stop(done, tmp_path / "run", signal.SIGXCPU)
 
 
 @pytest.mark.parametrize("number", in_full(SIGHUP, [SIGINT]))
