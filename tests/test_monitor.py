@@ -18,6 +18,7 @@ from logs import begun, clock, command, record, steps_in, write_records
 
 import monitor
 from cli.errors import UserError
+from monitor import refuse_taken
 
 # ------------------------------------------------------------------------------------------------ the records
 
@@ -315,3 +316,10 @@ def test_the_command_ends_quietly(tmp_path):
     for rest in "--interval 0.1 | head -n 0", f"{tmp_path} {tmp_path} >&-":
         done = finish(start(["bash", "-c", f"python {ROOT}/monitor.py {rest}; echo ${{PIPESTATUS[0]}}"]), 20)
         assert done.out == "0\n"
+
+
+def test_names_that_a_record_has_already():
+    for name in "labels bytes tokens mfu time skipped System epoch_loss val_x step own".split():
+        with pytest.raises(UserError, match=f" {name} "):
+            refuse_taken(["own", name])
+    refuse_taken(["own", "square"])

@@ -1,16 +1,24 @@
-"""Prompts and responses for tests: how to write them, prepare them and find them in the rows."""
+"""Prompts and responses for tests: how to write, prepare and find them in the rows, and models for them."""
 
+import functools
 import random
 
 import numpy as np
 import pytest
 from shard_files import prepared, write_rows
+from tiny_models import gpt2, hrm
 
 import data
 
 START, RESPONSE = 256, 258
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
 MESSAGES = {"prompt_field": "messages", "response_field": "messages"}
+
+# Models of pairs
+T = 48
+IDS = {"vocab_size": 262, "padded_vocab": 320, "seq_len": T, **ROLES}
+gpt2, hrm = functools.partial(gpt2, **IDS), functools.partial(hrm, n_layer=1, **IDS)
+CYCLES = {"h_cycles": 5, "least_cycles": 1, "l_cycles": 1, "inject_input": True, "init": "published"}
 
 
 def samples(n: int, seed: int = 0, longest: int = 20) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Evaluations: what they count, what a trainer's own metric may return, and --eval-only."""
+"""training/evaluation.py: means, exact matches, a trainer's own metric, and --eval-only."""
 
 import contextlib
 import math
@@ -6,11 +6,24 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import numpy
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import place
 from copies import FLAGS, assert_as_logged, result
+from pair_data import (
+    CYCLES,
+    RESPONSE,
+    ROLES,
+    START,
+    T,
+    gpt2,
+    hrm,
+    pairs,  # noqa: F401
+    prepare,
+    write,
+)
 from runs import Trainer, evaluations_of
 
 import data
@@ -20,6 +33,7 @@ from cli.files import lock_file
 from model import GPT2, GPT2Config
 from prepare.pipeline import prepare
 from training.evaluation import evaluate, refuse_odd_metric
+from weights.sampling import generate
 
 
 @pytest.fixture
@@ -138,3 +152,47 @@ def test_more_cycles_and_mistakes(shards, corpus, tmp_path):
     foreign = prepare(f"text:{corpus}", tmp_path / "foreign", "bpe:300")
     for done, named in ((only(foreign), "bytes"), (only(out=tmp_path / "missing"), "missing")):
         assert done.code == 2 and named in done.out, done.out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build, changes", [
+    (gpt2, {}), (hrm, CYCLES), pytest.param(hrm, {"halt": True}, marks=pytest.mark.full)])
+def test_answers_are_exact_where_teacher_forcing_says_so(build, changes):
+    """A sample counts as exact if and only if greedy decoding, with the cache, writes its response. Half of
+    the responses are what the model writes, half have another last token.
+    """
+    model = build(attention="prefix", **changes).eval()
+    expected, rows = [], []
+    for i in range(8):
+        prompt = torch.tensor([[START, *(torch.arange(i % 5) + 3 * i).tolist(), RESPONSE]])
+        answer = torch.cat(list(generate(model, prompt, 6, temperature=0, stop=START)))
+        if len(answer) == 6 or len(answer) == 1:
+            answer = answer.new_tensor([5, 6, START])  # which it would not end, or not begin, there
+        if i % 2:
+            answer[-2] = (answer[-2] + 1) % 256
+        rows.append(torch.cat((prompt[0], answer, answer.new_full((T,), START)))[:T])
+        again = torch.cat(list(generate(model, prompt, len(answer), temperature=0)))
+        expected.append(torch.equal(again, answer))
+    idx = torch.stack(rows)
+    targets = torch.from_numpy(np.where(data.label_mask(idx.numpy(), ROLES, "response"), idx.roll(-1, 1), -1))
+    _, found = model(idx, targets)
+    assert (found["samples"], found["exact"]) == (len(rows), sum(expected))
+    targets[4:] = -1  # as an evaluation fills its last batch up
+    _, found = model(idx, targets)
+    assert (found["samples"], found["exact"]) == (4, sum(expected[:4]))
+
+
+def test_validation_sets_with_names(tmp_path):
+    """Each reports its own exact matches. All of them together are what the run reports as one."""
+    rows = [{"q": f"{i}", "a": "yes" if i % 3 else str(i * i), "c": "AB"[i % 3 == 0]} for i in range(900)]
+    other = [row | {"c": "so, C", "a": "no"} for row in rows]
+    one, two = (prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c",
+                        val_field="c") for name, some in (("one", rows), ("two", other)))
+    trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, eval_every=40, eval_batches=0)
+    done = trainer.train(0, f"{one},{two}", tmp_path / "run")
+    assert done.code == 0, done.out
+    record = evaluations_of(tmp_path / "run")[-1]
+    for name in "val_exact", "val_loss":
+        a, b, c = (record[f"{name}/{of}"] for of in ("A", "B", "so-C"))
+        assert min(a, b, c) < record[name] < max(a, b, c)
+    assert record["val_exact/B"] < min(record["val_exact/A"], record["val_exact/so-C"])

@@ -1,4 +1,6 @@
-"""weights/sampling.py: what is filtered, several texts at once, and the lines of --prompt and --chat."""
+"""weights/sampling.py: what is filtered, several texts at once, the lines of --prompt and --chat, and models
+that write otherwise than they learn.
+"""
 
 import io
 from types import SimpleNamespace
@@ -6,13 +8,24 @@ from unittest import mock
 
 import pytest
 import torch
-from runs import Trainer
+import torch.nn.functional as F
+from copies import changed
+from pair_data import (
+    RESPONSE,
+    START,
+    T,
+    gpt2,
+    pairs,  # noqa: F401
+)
+from runs import Trainer, edited
+from train_recurrent import Recurrent
 
+import model as models
 from cli.errors import UserError
-from model import GPT2
-from vocab.tokenizer import load_tokenizer
+from model import GPT2, HRM, use_device
+from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling, use
-from weights.sampling import filtered, generate, sample_ids, samples_of
+from weights.sampling import contradiction, filtered, generate, sample_ids, samples_of
 
 TRAINED = Trainer("train_gpt2.py", steps=2, max_new_tokens=12)
 
@@ -142,3 +155,172 @@ def test_a_prompt_that_is_too_long_does_not_end_the_chat(run, monkeypatch, capsy
         side_effect=[[["b"]], UserError("802 tokens"), [["d"]]]))
     assert answer(run, "--chat", typed="1\n2\n3\n") == "b\nd\n"
     assert "802 tokens" in capsys.readouterr().err
+
+
+BYTES = with_markers(load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("response, prompt, most, end, written, named", [
+    (RESPONSE, "why", None, 99, T - 5 + 1, "note"), (RESPONSE, "why", 7, 99, 7, "note"),
+    (RESPONSE, "why", 7, 2, 2, ""), (-1, "why " * 30, 3, 99, 3, "121")])
+def test_an_answer_goes_on_to_its_end_or_that_of_the_context(
+        monkeypatch, capsys, response, prompt, most, end, written, named):
+    """A model of plain text goes on after the context. What is cut is said. While training, all ranks write
+    equally many tokens: unlike processors may end an answer elsewhere, and with zero3 a rank would be alone.
+    """
+    count, decode = [], GPT2.decode
+    monkeypatch.setattr(GPT2, "decode", lambda *args: count.append(1) or decode(*args))
+    monkeypatch.setattr(sampling, "sample_ids",
+                        lambda *_: torch.tensor([65 if len(count) <= end else START]))
+    flags = SimpleNamespace(max_new_tokens=most, temperature=0, top_k=0, seed=0, condition="")
+
+    def answer(prompt, stop) -> str:
+        count.clear()
+        model = gpt2(response=response).eval()
+        return "".join(sampling.samples_of(model, BYTES, "cpu", prompt, flags, stop)[0])
+
+    assert answer(prompt, stop=True) == "A" * written
+    said = capsys.readouterr().err
+    assert named in said and bool(named) == bool(said)
+    if end == 2:
+        assert len(count) == 3 and answer(prompt, stop=False) == "AA" and len(count) == 7
+        with pytest.raises(UserError, match=f" {T} .* {T}"):
+            answer("x" * (T - 2), stop=True)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Models that write otherwise than they learn
+
+
+CPU = torch.device("cpu")
+
+
+IDS = {"vocab_size": 60, "padded_vocab": 64, "seq_len": 32}
+PAIRS = {"start": 57, "response": 58}
+
+
+def built(model_class, **config):
+    torch.manual_seed(0)
+    shape = {} if model_class is Recurrent else {"n_head": 2, "d_model": 16, "n_layer": 2}
+    return model_class(model_class.Config(**IDS | shape | config))
+
+
+def windowed(model_class):
+    class Windowed(model_class):
+        def mask(self, idx, cache, flex=True):
+            return models.attention_mask(lambda b, h, i, j: (j <= i) & (i - j < 4), idx, False)
+
+    return Windowed
+
+
+def changed(change):
+    """A model with other hidden states; `change` may also draw random numbers."""
+    class Changed(GPT2):
+        def hidden(self, idx, cache=None):
+            x = super().hidden(idx, cache)
+            return x + change(x)
+
+    return Changed
+
+
+class Uncached(GPT2):
+    """Caps what it shows when asked for logits, but not what it writes."""
+
+    def forward(self, idx, targets=None, per_token=False):
+        found = super().forward(idx, targets, per_token)
+        return 0.1 * torch.tanh(10 * found) if targets is None else found
+
+
+class Counting(GPT2):
+    """Its buffer changes in each pass."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def hidden(self, idx, cache=None):
+        self.calls = self.calls + 1
+        return super().hidden(idx, cache)
+
+
+class Mine(GPT2):
+    """A loss of its own."""
+
+    def loss(self, hidden, idx, targets):
+        return super().loss(0.5 * hidden, idx, targets)
+
+
+RIGHT = [
+    (GPT2, {"modern": True}), (GPT2, {"seq_len": 1}),
+    (GPT2, PAIRS | {"attention": "isolated", "modern": True}), (GPT2, PAIRS | {"attention": "prefix"}),
+    (GPT2, {"attention": "isolated", "start": 57}),
+    (HRM, PAIRS | {"h_cycles": "2:4"}), (HRM, {"halt": True, "dropout": 0.1, "inject_input": True}),
+    (changed(lambda x: 0.1 * torch.randn_like(x)), {}), (Counting, {}), (Mine, {}),
+    (Recurrent, {"width": 16})]
+WRONG = [
+    (windowed(GPT2), {"modern": True}), (windowed(GPT2), PAIRS), (windowed(HRM), {}),
+    (windowed(HRM), {"halt": True}), (changed(lambda x: 0.5 * F.pad(x[:, 1:], (0, 0, 0, 1))), {}),
+    (changed(lambda x: 0.5 * F.pad(x[:, :-1], (0, 0, 1, 0))), {}), (Uncached, {})]
+
+
+def writes(model) -> str:
+    torch.manual_seed(1)
+    for p in model.parameters():  # as large as trained ones; --modern begins with zeros
+        p.data.add_(0.2 * torch.randn(p.shape))
+    return contradiction(model.train(), CPU)
+
+
+@pytest.mark.parametrize("model_class, config", RIGHT + WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_writes_otherwise_than_it_learns_is_named(model_class, config, dtype):
+    """The model stays as it was."""
+    model = built(model_class, **config)
+    use_device(model, CPU, dtype)
+    if (model_class, config) in WRONG:
+        assert "two passes" in writes(model)
+        return
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(1)
+    random, attributes = torch.get_rng_state(), dict(vars(model))
+    assert contradiction(model, CPU) == ""
+    assert torch.equal(torch.get_rng_state(), random) and vars(model) == attributes and model.training
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert writes(model) == ""
+
+
+def test_an_edit_of_the_library_is_found_where_the_loss_does_not_see_it(monkeypatch):
+    plain = models.CausalLM.logits
+    monkeypatch.setattr(models.CausalLM, "logits", lambda self, hidden: 0.5 * plain(self, hidden))
+    assert "the loss differs" in writes(built(HRM)) and writes(built(Mine)) == ""
+
+
+def test_a_model_that_cannot_be_asked_is_no_contradiction(capsys):
+    """Its forward wants targets, which writing does not need."""
+    class Wants(GPT2):
+        def forward(self, idx, targets):
+            return super().forward(idx, targets)
+
+    model = built(Wants)
+    assert contradiction(model, CPU) == "" and model.training and model.compute_dtype == torch.float32
+    assert "WARNING: Wants " in capsys.readouterr().err
+
+
+WINDOW = """
+class Windowed(GPT2):
+    def mask(self, idx, cache, flex=True):
+        from model import attention_mask
+        return attention_mask(lambda b, h, i, j: (j <= i) & (i - j < 4), idx, False)
+
+GPT2 = Windowed
+"""
+
+
+def test_the_sample_is_refused_and_not_the_training(shards, tmp_path):
+    """On two processes."""
+    trainer = edited(tmp_path / "train_windowed.py", ("before", "BETAS = ", WINDOW), steps=8, eval_every=4,
+                     sample_every=1, max_new_tokens=3, lr=1e-2)
+    done = trainer.fork(2, shards, tmp_path / "run")
+    assert done.code == 0 and done.out.count("(none: Windowed ") == 2, done.out
+    for words, code in ((["--prompt", "def"], 2), (["--chat"], 2), (["--data", shards, "--eval-only"], 0)):
+        used = trainer.here("--out", tmp_path / "run", *words)
+        assert used.code == code and ("error: Windowed " in used.out) == (code == 2), used.out
