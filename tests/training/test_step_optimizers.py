@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from own_optimizers import Lists, Schedule
-from states import META, run_of
+from states import META, run_of, world  # noqa: F401
 from torch import nn
 
-import ddp_utils
 from cli.errors import RunError, UserError
 from ddp_utils import Checkpoints, load_checkpoint
 from model import GPT2, hidden_matrices
@@ -22,13 +21,6 @@ TINY = {"vocab_size": 60, "padded_vocab": 64, "seq_len": 16, "n_head": 2, "d_mod
 def small(model_class=GPT2, **changes):
     torch.manual_seed(0)
     return model_class(model_class.Config(**TINY | {"n_layer": 1} | changes))
-
-
-@pytest.fixture
-def world():
-    world = ddp_utils.init("gloo", "cpu")
-    yield world
-    torch.distributed.destroy_process_group()
 
 
 class Lookahead(torch.optim.Optimizer):

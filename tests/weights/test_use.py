@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from conftest import place
 from runs import Trainer, evaluations_of
-from tiny_models import WORDS
 
 import data
 import ddp_utils
@@ -17,35 +16,6 @@ import train_gpt2
 from cli.errors import RunError
 from model import GPT2
 from weights import use
-from weights.huggingface import logits_of_hf, to_hf
-from weights.llama_cpp import logits_of_gguf, to_gguf
-
-CPU = torch.device("cpu")
-
-FORMS = {"hf": (to_hf, logits_of_hf), "gguf": (to_gguf, logits_of_gguf)}
-EACH = [(name, form) for name in ("gpt2", "modern", "hrm", "mlm") for form in FORMS
-        if (name, form) != ("mlm", "gguf")]
-
-
-def cases(*first):
-    """All kinds of exports; those that are not `first` in the tier full."""
-    return pytest.mark.parametrize("name, form", [
-        pytest.param(*case, marks=[] if case in first else pytest.mark.full) for case in EACH])
-
-
-def export(model, out, form: str = "hf", write=None, load=None):
-    pytest.importorskip("gguf")
-    pytest.importorskip("xllamacpp")
-    path = out / ("hf" if form == "hf" else "model.gguf")
-    use.export(model, path, WORDS, write or FORMS[form][0], load or FORMS[form][1])
-
-
-def files_of(out) -> dict:
-    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
-# ------------------------------------------------------------------------------- --prompt, --chat, load_run
-
 
 TRAINER = Trainer("train_gpt2.py", steps=4, save_every=4, eval_every=4, max_new_tokens=5)
 

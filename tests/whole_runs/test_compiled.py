@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import run
 from runs import Trainer, ended
-from states import run_of, train_state
+from states import run_of, train_state, world  # noqa: F401
 from tiny_models import BUILDS, each_model, gpt2, largest_error, step, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,12 +25,6 @@ def alone():
     with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):
         yield
     torch.compiler.reset()
-
-
-@pytest.fixture(scope="module")
-def world():
-    yield ddp_utils.init("gloo", "cpu")
-    dist.destroy_process_group()
 
 
 # -----------------------------------------------------------------------------------------------------------
