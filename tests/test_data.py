@@ -18,9 +18,8 @@ from pair_data import (
     prepare,
     samples,
     split_rows,
-    write,
 )
-from shard_files import ids_of
+from shard_files import ids_of, write_rows
 
 import data
 from cli.errors import UserError
@@ -274,7 +273,7 @@ def test_a_comma_is_part_of_a_name_unless_it_follows_a_directory(tmp_path, monke
 
 
 def test_a_directory_that_is_named_twice_is_read_twice_in_each_epoch(pairs, tmp_path):
-    other = prepare(write(tmp_path / "o.jsonl", samples(300, seed=5)), tmp_path / "other")
+    other = prepare(write_rows(tmp_path / "o.jsonl", *samples(300, seed=5)), tmp_path / "other")
     both = data.Dataset([pairs, other, other], 128)
     x, _ = data.read_rows(both.train, np.arange(both.train.rows))
     rows = [row for directory in (pairs, other, other) for row in split_rows(directory, "train")]

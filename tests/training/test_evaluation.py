@@ -20,10 +20,9 @@ from pair_data import (
     T,
     gpt2,
     hrm,
-    pairs,  # noqa: F401
-    prepare,
     write,
 )
+from pair_data import prepare as prepare_pairs
 from runs import Trainer, evaluations_of
 
 import data
@@ -186,7 +185,7 @@ def test_validation_sets_with_names(tmp_path):
     """Each reports its own exact matches. All of them together are what the run reports as one."""
     rows = [{"q": f"{i}", "a": "yes" if i % 3 else str(i * i), "c": "AB"[i % 3 == 0]} for i in range(900)]
     other = [row | {"c": "so, C", "a": "no"} for row in rows]
-    one, two = (prepare(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c",
+    one, two = (prepare_pairs(write(tmp_path / f"{name}.jsonl", some), tmp_path / name, condition_field="c",
                         val_field="c") for name, some in (("one", rows), ("two", other)))
     trainer = Trainer("train_gpt2.py", seq_len=None, max_new_tokens=5, lr=1e-2, eval_every=40, eval_batches=0)
     done = trainer.train(0, f"{one},{two}", tmp_path / "run")
