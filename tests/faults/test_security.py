@@ -121,9 +121,10 @@ def test_directories_from_hugging_face(tmp_path, planted, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../outside/train_000000.bin", "{outside}/train_000000.bin",
-                                  "sub/train_000000.bin", "..", "", "train_000000.bin\0"])
+                                  "sub/train_000000.bin", "..", "", "train_000000.bin\0",
+                                  "val_000009.bin"])
 def test_paths_in_a_manifest(shards, tmp_path, name):
-    """A manifest that names a file elsewhere, with a right checksum, is refused by all who read it."""
+    """A manifest with a file elsewhere or of another split, and a right checksum, is refused by all."""
     shutil.copytree(shards, tmp_path / "outside")
     directory = shutil.copytree(shards, tmp_path / "inside")
     manifest = json.loads((directory / "manifest.json").read_text())
