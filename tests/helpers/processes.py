@@ -102,7 +102,9 @@ class Group:
                  **env):
         self.output = tempfile.NamedTemporaryFile("r", prefix="faults-")
         self.mark = uuid.uuid4().hex
-        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULTS_MARK": self.mark} | env
+        # also what the test has set since the server started
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+                  "FAULTS_MARK": self.mark} | env
         if ranks:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))

@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_under_its_id_and_sends_all_again(shards, tmp_path,
     TRAINER.kill_after(6, 0, shards, out)
     done = TRAINER.fork(2, shards, out, wandb=None)
     assert done.code == 0, done.out
-    # by the time of their start; on a busy machine the killed one may have left none
+    # by the time of their start; on a busy machine the one that was killed may have left none
     *_, path = files = sorted(out.glob("wandb/offline-run-*/*.wandb"))
     assert {file.name for file in files} == {path.name} and path.name.startswith("run-run-")
     content = path.read_bytes()  # each block of 32 KiB begins with 7 bytes about it
