@@ -111,6 +111,7 @@ def test_the_help_has_the_usual_flags_and_all_of_the_model(module, capsys, monke
         helps.append(dict(re.findall(r"^  (?:-h, )?(--[\w-]+)(.*(?:\n {6,}.*)*)", text, re.M)))
     few, full = helps
     command = module.parse_args([])
+    assert all(action.help for action in command.parser._actions)
     assert {f"--{field.name.replace('_', '-')}" for field in flag_fields(command.config_class)} < few.keys()
     assert "--out" in few and "--schedule" in full.keys() - few.keys()
     for name, text in few.items():  # the first line of what --help-all has
