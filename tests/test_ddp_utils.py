@@ -23,7 +23,7 @@ import torch
 from ddp_worker import run_checks
 from many_runs import TRAINERS
 from processes import fork
-from runs import steps_of
+from runs import assert_same_run, steps_of
 from states import META, flags_of, make, make_state, save, take_step, train_state, world  # noqa: F401
 
 import ddp_utils
@@ -120,6 +120,30 @@ def check_stop(world) -> None:
 
 # ------------------------------------------------------------------------------------------ start and end
 
+SCRIPT = """
+import sys
+import torch
+import train_gpt2
+from cli.errors import UserError
+*flags, first, second = sys.argv[1:]
+for out in (first, second, first):
+    try:
+        train_gpt2.main(["--no-such-flag"])
+    except UserError:
+        train_gpt2.main([*flags, "--out", out])  # while sys.exc_info() still has the mistake
+    assert not torch.distributed.is_initialized()
+print("the script goes on")
+"""
+
+
+def test_a_script_calls_main_on_several_processes(tmp_path, shards):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags = TRAINERS["gpt2"].flags(shards, "unused", steps=2)
+    done = fork(2, tmp_path / "script.py", *flags, tmp_path / "a", tmp_path / "b")
+    assert done.code == 0 and done.out.count("goes on") == 2 and "is complete" in done.out, done.out
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
 def test_main_can_be_called_again(tmp_path, shards, monkeypatch):
     """In a notebook with a list of flags, after a mistake, after an interrupt in the middle of a step, to use
     the run.
@@ -206,7 +230,7 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group",
                         lambda *_, **__: found.append(os.environ.get(name)))
     for flag, before in (("--no-compile", {}), ("--fast", {}), ("--no-compile", {name: "1"})):
-        monkeypatch.setattr(os, "environ", before)
+        monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"} | before)
         startup.run.start(flags_of(train_gpt2, ["--device", "cpu", flag]))
     assert found == ["0", None, "1"]
 
@@ -298,7 +322,7 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
         load_checkpoint(tmp_path, print, or_best=True)
 
 
-def test_files_of_other_programs_are_not_damaged(tmp_path):
+def test_files_of_other_programs_are_not_damaged(world, tmp_path):
     tensors = {"transformer.wte.weight": torch.ones(2, 2)}
     torch.save({"model": tensors, "model_args": {"n_layer": 2}}, tmp_path / "ckpt.pt")
     torch.save(tensors, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)

@@ -18,6 +18,7 @@ def test_a_run_can_be_used(tmp_path, shards):
     # ids are bytes
     assert record["val_bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2), rel=1e-12)
     filled = ended(MLM.here("--out", out, "--fill", "def [MASK]elf(x[MASK]:"))
+    assert filled.out.startswith("'")  # nothing before it
     lines = [re.findall(r"([\d.]+)%", line) for line in filled.out.splitlines()[-2:]]
     assert [*map(len, lines)] == [5, 5]
     for text, named in (("no mask here", "[MASK]"), ("[MASK]" * 40, "the 32")):

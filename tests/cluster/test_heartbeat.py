@@ -59,7 +59,8 @@ def join(monkeypatch, given: str, port=1):
 
 @pytest.mark.parametrize("given, named", [
     ("WORLD_SIZE=", "WORLD_SIZE"), ("RANK=", "`unset RANK WORLD_SIZE`"), ("RANK=a", "RANK is not a"),
-    ("LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE"), ("MASTER_ADDR=", "MASTER_ADDR"), ("RANK=2", "RANK=2"),
+    ("LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK=x", "LOCAL_RANK"),
+    ("MASTER_ADDR=", "MASTER_ADDR"), ("RANK=2", "RANK=2"),
     ("WORLD_SIZE=1 MASTER_PORT=65536", "=65536"), ("MASTER_PORT=0", "MASTER_PORT=0")])
 def test_variables_that_join_no_run_are_refused(monkeypatch, given, named):
     with pytest.raises(UserError, match=named):

@@ -210,6 +210,7 @@ def test_killed_before_gradients_are_sent_added_up_or_applied(tmp_path, shards):
     for moment in ("send", "reduce", "apply", "stop", "raise", "freeze"):
         group = Group(script, *gpt2.flags(shards, tmp_path / moment, **changes), ranks=2, MOMENT=moment)
         group.processes[0].join(60)
+        assert group.codes[0] is not None, moment
         group.send(signal.SIGKILL, 1)  # in case it is frozen
         done = group.finish(20)
         assert group.codes[0] == (moment != "stop") and "killed" in done.out, done.out

@@ -153,7 +153,7 @@ def test_damaged_data_are_noticed(prepared, tmp_path, count):
             assert state_of(copy) == expected
             now = json.loads((copy / "manifest.json").read_text())
             assert all(now[key] == manifest[key] for key in manifest if key != "checksum")
-    assert refused > 0.9 * count
+    assert refused > 0.8 * count
 
 
 def test_a_wrong_position_in_an_unfinished_manifest_is_noticed(prepared, tmp_path):

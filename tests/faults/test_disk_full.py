@@ -58,7 +58,7 @@ def test_training_goes_on(disk, tmp_path, shards, leave):
     the run saves again, and it ends as if nothing had happened.
     """
     out = disk / "run"
-    flags = {"steps": 120, "save_every": 5, "eval_every": 30, "batch": 6, "schedule": "constant"}
+    flags = {"steps": 300, "save_every": 5, "eval_every": 30, "batch": 6, "schedule": "constant"}
     group = start(out, shards, **flags)
 
     def wait(pattern):

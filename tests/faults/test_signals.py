@@ -107,7 +107,8 @@ def test_prepare_ends_at_once_and_goes_on_to_the_same_bytes(tmp_path, number, wo
     check_death(group, number)
     assert 1 <= len(data.read_manifest(out)["shards"]) <= 3
     for directory in (out, tmp_path / "whole"):
-        assert prepare(tmp_path, directory, workers=workers).finish().code == 0
+        done = prepare(tmp_path, directory, workers=workers).finish()
+        assert done.code == 0 and ("resumes after" in done.out) == (directory == out), done.out
     for path in (tmp_path / "whole").glob("*.*"):
         assert path.read_bytes() == (out / path.name).read_bytes()
     assert not list(out.glob(".tmp-*"))
@@ -186,7 +187,8 @@ def nohup():
     signal.signal(SIGHUP, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("ranks, number", in_full((2, SIGTERM), (0, SIGINT), (0, SIGUSR1)))
+@pytest.mark.parametrize("ranks, number", in_full(
+    (2, SIGTERM), (0, SIGINT), (0, SIGUSR1), (0, signal.SIGUSR2)))
 def test_training_stops_after_the_step_of_a_signal(tmp_path, shards, ranks, number):
     """On all ranks, though only the last one has got it. SIGHUP may be ignored, as nohup does."""
     last = max(ranks, 1) - 1
@@ -229,7 +231,7 @@ def test_an_evaluation_is_cut_off_and_done_again(tmp_path, shards, number):
     """The run goes on with this evaluation, and ends like one that was left alone."""
     out, begun = tmp_path / "run", tmp_path / "begun"
     flags = {"steps": 8, "eval_every": 4, "eval_batches": 0, "batch": 4}
-    group = train(shards, out, Slow(begun, "training.evaluation.validation_batches", 0.5), **flags)
+    group = train(shards, out, Slow(begun, "training.evaluation.validation_batches", 3), **flags)
     wait_for(begun.exists)
     group.send(number)
     done = group.finish(10)
@@ -246,7 +248,7 @@ def test_another_ctrl_c_ends_a_run_at_once(tmp_path, shards):
     wait_for(begun.exists)
     group.send(SIGINT)
     group.send(SIGINT)
-    time.sleep(2.2)
+    time.sleep(3)
     assert group.all_alive
     group.send(SIGINT)
     check_death(group, SIGINT)
@@ -279,6 +281,19 @@ def test_the_workers_of_a_torchrun_that_gets_a_signal_save(tmp_path, shards, num
     again = GPT2.train(0, shards, out, steps=step + 1)
     assert again.code == 0 and "resuming after" in again.out, again.out
     assert log_of(out)[-1]["step"] == step + 1
+
+
+@pytest.mark.full
+def test_a_killed_worker_ends_its_torchrun_and_the_others(tmp_path, shards):
+    changes = {"save_every": 2, "steps": 200, "eval_every": 100, "timeout": 30}
+    process, mark = under_torchrun(shards, tmp_path / "run", **changes)
+    os.kill(worker(process.pid, 1), SIGKILL)
+    done = finish(process, 60)
+    assert done.code == 1, done.out
+    wait_for(lambda: not marked(mark))
+    for out in ("run", "whole"):
+        assert GPT2.fork(2, shards, tmp_path / out, **ENDLESS | changes).code == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.long

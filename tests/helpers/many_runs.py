@@ -19,6 +19,7 @@ from runs import Trainer, evaluations_of, module_of, steps_of
 
 import ddp_utils
 import startup.run
+from ops.ema import local_shard
 from training.step import TrainState
 
 COMMON = {"n_layer": 2, "global_batch": 8, "steps": 20, "save_every": 10, "eval_every": 10}
@@ -67,10 +68,20 @@ def spoiled(step, rank=None, clip=TrainState.clip_gradients):
     return spoil
 
 
+def clip_alone(parameters, max_norm):
+    """Like training.step.clip_grad_norm, but each rank looks at its own shards only."""
+    gradients = [local_shard(p.grad) for p in parameters]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 def sabotaged(name: str, *numbers: str):
     """A context in which something is broken."""
     if not name:
         return contextlib.nullcontext()
+    if name == "norm":
+        return mock.patch("training.step.clip_grad_norm", clip_alone)
     attribute, broken = {"forget": ("load_state_dict", forgetful), "nan": ("clip_gradients", spoiled)}[name]
     return mock.patch.object(TrainState, attribute, broken(*numbers))
 

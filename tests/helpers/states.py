@@ -17,7 +17,7 @@ TINY = dict(vocab_size=60, padded_vocab=64, seq_len=16, n_layer=1, n_head=2, d_m
 META = {"loss": 2.5, "settings": {"steps": 10}}  # what each checkpoint has
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def world():
     yield ddp_utils.init("gloo", "cpu")
     torch.distributed.destroy_process_group()

@@ -161,6 +161,7 @@ def test_a_file_without_a_prefix_is_named_with_one():
         Path(name).write_text("text")
         with pytest.raises(UserError, match=f"'{source}:{name}'"):
             pipeline.locate(name, "bytes", 1000, 0)
+    assert data.read_manifest(pipeline.prepare("text:set/a.txt", "out", "bytes", workers=1))["complete"]
 
 
 @pytest.mark.parametrize("name, raw, where, command, text", [

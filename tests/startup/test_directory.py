@@ -46,7 +46,7 @@ def test_the_name_says_trainer_size_and_data(trainer, flags, name, tmp_path, mon
 
 
 @pytest.mark.parametrize("disk", ["usual", "full", "without locks"])
-def test_a_lock_is_lost_only_to_another_run(disk, tmp_path, monkeypatch):
+def test_a_lock_is_lost_only_to_another_run(disk, tmp_path, monkeypatch, capsys):
     """Not where a file is numbered differently, nor while a disk is away."""
     def fail(number):
         return mock.Mock(side_effect=OSError(number, os.strerror(number)))
@@ -64,6 +64,7 @@ def test_a_lock_is_lost_only_to_another_run(disk, tmp_path, monkeypatch):
             patch.setattr(os, "getpid", lambda: 1)
             other.acquire()
             assert lock.lost() and not other.lost()
+            assert capsys.readouterr().out.count(f"WARNING: {tmp_path}/run ") == 2
             return
     assert not lock.lost() and bool(path.read_text()) != (disk == "full")
     with pytest.raises(RetryableError, match=f"{tmp_path}/run .*{path.read_text()}"):
@@ -85,7 +86,8 @@ def files_of(out: Path) -> dict:
     return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("how", ["moved", pytest.param("taken", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["moved", *(
+    pytest.param(how, marks=pytest.mark.full) for how in ("taken", "made again"))])
 def test_a_run_whose_directory_is_not_its_own_ends_without_writing(how, tmp_path, shards):
     """At its next save, on all ranks. A run that was moved resumes where it is now."""
     out, moved = tmp_path / "run", tmp_path / "moved"
@@ -98,13 +100,15 @@ def test_a_run_whose_directory_is_not_its_own_ends_without_writing(how, tmp_path
         out.rename(moved)
     while out.exists():  # the run may write a file into it meanwhile
         shutil.rmtree(out, ignore_errors=True)
+    if how == "made again":
+        out.mkdir()
     if how == "taken":
         assert GPT2.fork(0, shards, out, steps=8, seed=1).code == 0
     files = files_of(out)
     group.send(signal.SIGCONT)
     done = group.finish(60)
     assert done.code == 2 and done.out.count(f"error: {out} ") == 2, done.out
-    assert out.exists() == (how == "taken")
+    assert out.exists() == (how != "moved")
     after = files_of(out)
     assert files.items() <= after.items()
     # TensorBoard's writer opens its file for each point, so until the next save it may make that again

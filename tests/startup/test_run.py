@@ -94,6 +94,10 @@ def test_a_later_checkpoint_of_another_node_is_not_forgotten(resume, theirs, fou
     place = (Path("out"), Namespace(resume=resume), SimpleNamespace(node="node0", is_rank0=True))
     with nullcontext() if found else pytest.raises(UserError, match=r"node1 \(b\).* 5 .*node0 .* 4"):
         assert startup.run.find_checkpoint(*place) == found[0]
+    Path("out/checkpoints/step_00000004_loss1.0.pt").unlink()  # node 0 has none, another node has some
+    if theirs[0] and resume != "file.pt":
+        with pytest.raises(UserError, match=rf"node1 \(b\).* {theirs[1]} .*node0 "):
+            startup.run.find_checkpoint(*place)
 
 
 # ------------------------------------------------------------------------------- runs that have a checkpoint

@@ -24,21 +24,15 @@ from pair_data import (
 )
 from pair_data import prepare as prepare_pairs
 from runs import Trainer, evaluations_of
+from states import world  # noqa: F401
 
 import data
-import ddp_utils
 from cli.errors import UserError
 from cli.files import lock_file
 from model import GPT2, GPT2Config
 from prepare.pipeline import prepare
 from training.evaluation import evaluate, refuse_odd_metric
 from weights.sampling import generate
-
-
-@pytest.fixture
-def world():
-    yield ddp_utils.init("gloo", "cpu")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -106,12 +100,12 @@ def test_a_metric_cannot_have_a_name_that_results_have(name, evaluated):
 
 @pytest.mark.parametrize("found", [None, {"own": 3.0}, {"own": "ab"}, {"own": (torch.ones(2), 1)},
                                    {"own": (1, 2, 3)}])
-def test_a_metric_that_is_no_sum_with_a_count_is_refused(found):
+def test_a_metric_that_is_no_sum_with_a_count_is_refused(found, evaluated):
     def own(model, x, y):
-        pass
+        return found
 
     with pytest.raises(UserError, match=r'\{"own": \(sum, count\)\}'):
-        refuse_odd_metric(own, found)
+        evaluated(own)
     refuse_odd_metric(own, {"own": (1, 2), "other": (torch.ones((), requires_grad=True), numpy.float32(2))})
 
 

@@ -207,13 +207,17 @@ def test_strategies_compute_the_same(tmp_path, shards, model, ranks, strategies,
     run({name: {"strategy": name} for name in strategies})
     for name in strategies:
         assert_close_runs(tmp_path / "ddp", tmp_path / name)
+    if "grad_clip" in changes:  # the control
+        run_all(ranks, shards, tmp_path, [(model, "alone", changes | {"strategy": "zero2"}, "norm")])
+        with pytest.raises(AssertionError):
+            assert_close_runs(tmp_path / "ddp", tmp_path / "alone")
     pairs = {f"{old}-{new}": {"resume": first_checkpoint(tmp_path / old), "strategy": new}
              for old, new in zip(strategies, (*strategies[1:], "ddp"))}
     run(pairs)
-    alone = TRAINERS[model].train(0, shards, tmp_path / "alone", **changes,
+    alone = TRAINERS[model].train(0, shards, tmp_path / "one", **changes,
                                   resume=first_checkpoint(tmp_path / name))
     assert alone.code == 0, alone.out
-    for name in (*pairs, "alone"):
+    for name in (*pairs, "one"):
         assert_resumes_alike(tmp_path / "ddp", tmp_path / name)
 
 

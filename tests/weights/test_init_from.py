@@ -12,7 +12,7 @@ from pair_data import (
     pairs,  # noqa: F401
 )
 from runs import Trainer, edited, ended, evaluations_of
-from states import run_of
+from states import run_of, world  # noqa: F401
 
 import data
 import ddp_utils
@@ -27,12 +27,6 @@ from weights.use import load_model, load_run
 GPT2_TRAINER = Trainer("train_gpt2.py", **FLAGS)
 HEAD = "import torch\nfrom weights.init_from import load_frozen\n"
 REFERENCE = "reference = load_frozen(model, run, GPT2, args.init_from)"
-
-
-@pytest.fixture
-def world():
-    yield ddp_utils.init("gloo", "cpu")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -117,7 +111,7 @@ def test_started_weights_keep_their_attention(pairs, shards, tmp_path):
     assert begun("d", tmp_path / "plain")[:2] == ("causal", False)
 
 
-FLAGS = {"steps": 8, "save_every": 4, "eval_every": 4, "batch": 3, "max_new_tokens": 3}
+SHORT = {"steps": 8, "save_every": 4, "eval_every": 4, "batch": 3, "max_new_tokens": 3}
 
 
 # with a second head
@@ -150,9 +144,9 @@ GPT2 = Variant
 @pytest.mark.full
 def test_a_variant_starts_from_its_baseline(shards, tmp_path):
     """What the weights lack begins as in a new model. The rest is theirs, bit for bit. It is named."""
-    base = Trainer("train_gpt2.py", **FLAGS)
+    base = Trainer("train_gpt2.py", **SHORT)
     own, wider = (edited(tmp_path / f"train_{width}.py", ("before", "BETAS = ", VARIANT.replace("8", width)),
-                         **FLAGS) for width in "89")
+                         **SHORT) for width in "89")
     for flags in ({}, {"export": True}):
         ended(base.train(0, shards, tmp_path / "0", steps=4, **flags))
     second, lacks = {"second": True}, "lacks second, second.bias, second.weight"

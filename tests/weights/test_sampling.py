@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from copies import changed
 from pair_data import (
     RESPONSE,
     START,

@@ -24,6 +24,22 @@ def start(*nodes, fault=None) -> list[Group]:
                   **env) for rank, (home, *flags) in enumerate(nodes)]
 
 
+@pytest.mark.full
+def test_exchanged_nodes_write_nothing(shards, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(), b.mkdir()
+
+    def train(*homes, steps) -> list:
+        flags = GPT2.flags(shards, "run", steps=steps, timeout=60)
+        return [group.finish() for group in start(*((home, *flags) for home in homes))]
+
+    assert not any(done.code for done in train(a, b, steps=4))
+    assert all(done.code == 2 and "node1 (" in done.out for done in train(b, a, steps=8))
+    assert not (b / "run").exists()
+    shutil.copytree(a / "run", b / "run")  # as the sentence says
+    assert not any(done.code for done in train(b, a, steps=8))
+
+
 @pytest.mark.parametrize("flag, value", [("--out", "other"), ("--global-batch", "4"), ("the data", None)])
 def test_what_differs_between_nodes_is_named(shards, tmp_path, flag, value):
     (tmp_path / "text.txt").write_text("another text\n" * 1000)

@@ -184,6 +184,14 @@ def test_an_average_of_a_user_is_what_is_evaluated_kept_and_resumed(ranks, strat
     assert_resumes(train, shards, tmp_path)
 
 
+def test_control_an_average_that_is_not_restored_is_noticed(shards, tmp_path):
+    trainer = changed(tmp_path / "train_forgetful.py", (LAWA.replace(', "kept": self.kept', ""), MADE))
+    train = functools.partial(trainer.train, 0, save_every=2, steps=12, keep_last=10, lr=1e-2)
+    assert train(shards, tmp_path / "whole").code == 0
+    with pytest.raises(AssertionError, match="differ"):
+        assert_resumes(train, shards, tmp_path)
+
+
 # ------------------------------------------------------------------------------------- sentences of the guide
 
 

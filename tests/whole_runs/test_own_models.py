@@ -7,10 +7,9 @@ import pytest
 import torch
 from own_optimizers import Lists, Schedule
 from runs import Trainer, assert_same_run, copy_of_the_first_half, edited, ended, evaluations_of, steps_of
-from states import run_of
+from states import run_of, world  # noqa: F401
 from torch import nn
 
-import ddp_utils
 import model as model_module
 from model import GPT2, HRM, MLM
 from training.step import TrainState
@@ -24,13 +23,6 @@ TOP, OPTIMIZERS = "BETAS = ", "optimizers = make_optimizers"
 def small(model_class=GPT2, **changes):
     torch.manual_seed(0)
     return model_class(model_class.Config(**TINY | {"n_layer": 1} | changes))
-
-
-@pytest.fixture
-def world():
-    world = ddp_utils.init("gloo", "cpu")
-    yield world
-    torch.distributed.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------ buffers
