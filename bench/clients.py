@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy as loss
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 try:
     import accelerate  # noqa: F401

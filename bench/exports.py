@@ -25,7 +25,7 @@ except ImportError as error:
     sys.exit(f"error: {error}: pip install transformers peft gguf xllamacpp")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "helpers", "weights"))]
 
 from model import GPT2, HRM, MLM, num_params, pad_vocab  # noqa: E402
 from vocab.tokenizer import load_tokenizer  # noqa: E402
@@ -80,7 +80,7 @@ def merged(directory: Path, kind: type, theirs, idx) -> str:
 
 
 def llama(model, tokenizer, path: Path) -> str:
-    from test_gguf import GREEDY, ask, expected
+    from test_llama_cpp import GREEDY, ask, expected
     to_gguf(model, path, tokenizer)
     prompts = [[tokenizer.eot, *tokenizer.encode(prompt).tolist()] for prompt in PROMPTS]
     answers = ask(path, *(("completions", {"prompt": ids, "max_tokens": 8, "logprobs": 1} | GREEDY)
@@ -132,7 +132,7 @@ def row(name: str, directory: Path) -> list[str]:
 
 def cost(directory: Path):
     """Prints size and speed of files for llama.cpp with 12 blocks of 768 channels."""
-    from test_gguf import GREEDY, ask
+    from test_llama_cpp import GREEDY, ask
     tokenizer = load_tokenizer("bytes")
     request = {"prompt": [65] * 16, "max_tokens": 40, "ignore_eos": True} | GREEDY
     for name in ("GPT-2", "--modern"):

@@ -277,7 +277,7 @@ elif [ "$part" = B ]; then
     wait
 elif [ "$part" = C ]; then
     if [ -n "$try" ]; then
-        tests 180 two-gpus --long tests/test_train_gpt2.py -k "killed_run_resumes and changes0-2"
+        tests 180 two-gpus --full tests/whole_runs/test_kill_and_resume.py -k "killed_run and gpt2-2"
     else
         tests 180 two-gpus tests/test_cuda.py -k two_gpus -n 4
     fi

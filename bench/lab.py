@@ -6,9 +6,9 @@ Needs root and iproute2.
 
 Five processes share the few cores of this machine, so their computing time says nothing about five PCs.
 Instead, each step pauses for as long as a PC's card would compute. Then the trainers' own code (DDP and its
-hook, or `Late`) sends over the links of the lab (tests/lab.py). `Late` sends numbers packed beforehand,
-because quantizing for five processes on these cores would hide everything else. The table has, for each
-pause:
+hook, or `Late`) sends over the links of the lab (tests/helpers/lab.py). `Late` sends numbers packed
+beforehand, because quantizing for five processes on these cores would hide all else. The table has, for
+each pause:
 
     free      a step over links without a limit, in ms
     limited   a step over links of --rate
@@ -27,7 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this directory has a lab.py too
+# this directory has a lab.py too
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 from lab import Lab, Unavailable  # noqa: E402
 

@@ -6,7 +6,7 @@
 Each micro-batch stands for another process, in the trainers' order, so --grad-accum has to be a multiple of
 the number of processes. Gradients are packed, added up and applied as `Late` does it on that many processes.
 With one thread each, the results are the same bits if the labels of a step divide evenly among the processes,
-as in plain text (two: tests/test_late.py, five: tests/test_lab.py).
+as in plain text (two: tests/cluster/test_late.py, five: tests/whole_runs/test_lab.py).
 """
 
 import importlib

@@ -1,5 +1,4 @@
-"""The whole idea on a page: trains GPT-2 with one process or many. A killed run resumes bit for bit. On CPUs
-train_gpt2.py computes the same bits. The rest of this repository handles failures and scale.
+"""GPT-2 on one page, with one process or many. On CPUs, the same bits as train_gpt2.py, also after a kill.
 
     python data.py prepare --dataset stdlib                   # once: turns text into shards of tokens
     torchrun --nproc_per_node=2 examples/train_minimal.py     # or python; after a kill, run it again
@@ -58,7 +57,6 @@ wrapped = torch.nn.parallel.DistributedDataParallel(model) if world_size > 1 els
 for _ in range(2):  # after its first backward pass DDP sums in another order, so a resumed run would differ
     wrapped(**model.dummy_inputs(BATCH, device))[0].backward()
 
-# Training
 accumulation = GLOBAL_BATCH // (BATCH * world_size)
 while step < STEPS:
     torch.manual_seed(SEED + step * world_size + rank)  # so no checkpoint needs random states
@@ -98,3 +96,5 @@ while step < STEPS:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, f"{CHECKPOINT}.tmp")
             os.replace(f"{CHECKPOINT}.tmp", CHECKPOINT)  # a kill leaves the old file or the new one, whole
+if world_size > 1:
+    torch.distributed.destroy_process_group()  # gloo's threads may abort the process if they're still running

@@ -1,0 +1,120 @@
+"""What starts a run on several machines: cluster/ddp_launch.sh, SLURM, systemd, Docker."""
+
+import configparser
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, finish, start
+from runs import Trainer, assert_same_run
+
+CLUSTER = ROOT / "cluster"
+LAUNCH = CLUSTER / "ddp_launch.sh"
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE")
+GPT2 = Trainer("train_gpt2.py", steps=4, save_every=2, global_batch=3)
+
+
+def launch(*command, given="", cwd=ROOT):
+    """Starts a command with these variables."""
+    variables = ("MASTER_ADDR=127.0.0.1 MASTER_PORT=29591 NNODES=1 NODE_RANK=0 GPUS_PER_NODE=1 "
+                 f"PREFLIGHT_TIMEOUT=60 GLOO_SOCKET_IFNAME= {given}")
+    env = dict(variable.split("=") for variable in variables.split())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return start([LAUNCH, *command], cwd=cwd, PATH=path, **env)
+
+
+@pytest.mark.parametrize("given, named", [
+    *((f"{name}=", f"{name} is") for name in VARIABLES), ("NODE_RANK=2", "0 to 1"),
+    ("MASTER_PORT=x", "1 to 65535"), ("NNODES=0", ""), ("GPUS_PER_NODE=-1", "")])
+def test_wrong_variables_are_named(given, named):
+    ended = finish(launch("monitor.py", given=f"NNODES=2 {given}"), 30)
+    assert ended.code == 2 and ended.out.count("\n") == 1 and named in ended.out, ended.out
+    assert given in ended.out or given[-1] == "=", ended.out
+
+
+def test_a_command_that_is_no_trainer_is_named():
+    ended = finish(launch("no_such.py"), 30)
+    assert ended.code == 2 and "no_such.py" in ended.out, ended.out
+    ended = finish(launch("bash", "-lc", "echo a 'b c'"), 30)
+    command = ended.out.partition("docker compose run --rm --entrypoint bash trainer ")[2]
+    assert ended.code == 2 and command, ended.out
+    again = subprocess.run(["bash", "-c", f"bash {command}"], capture_output=True, text=True, timeout=30)
+    assert again.stdout == "a b c\n"
+
+
+@pytest.mark.parametrize("code, found", [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)])
+def test_a_mistake_ends_with_2_and_what_may_go_well_later_with_1(tmp_path, code, found):
+    """systemd tries again at 1, which torchrun makes of both. Each restart has its own store."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(*sys.argv[1:], os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'],"
+        " os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']); sys.exit(int(sys.argv[1]))")
+    ended = finish(launch("script.py", code, "--b c", cwd=tmp_path))
+    assert ended.code == found and f"{code} --b c 1 50\n" in ended.out, ended.out
+
+
+@pytest.mark.full
+def test_nodes_with_different_numbers_of_processes(tmp_path, shards):
+    """Each says how it goes, and the run has the bits of a single node. The second is there first."""
+    command = [GPT2.script, *GPT2.flags(shards, tmp_path / "run")]
+    second = launch(*command, given="NNODES=2 NODE_RANK=1")
+    first = finish(launch(*command, given="NNODES=2 GPUS_PER_NODE=2"))
+    second = finish(second)
+    assert first.code == second.code == 0, first.out + second.out
+    assert "3 x CPU" in first.out and first.out.count("saved step ") == 2
+    assert re.search(r"Rank 2/3 \| Node node1 .*CPU, gloo, torch ", second.out), second.out
+    assert all(f"step {step}/4 |" in second.out for step in (2, 4)) and "in sync" in second.out, second.out
+    whole = GPT2.fork(3, shards, tmp_path / "whole")
+    assert whole.code == 0, whole.out
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("script", [LAUNCH, CLUSTER / "slurm.sbatch"])
+def test_shell_scripts(script):
+    assert "set -euo pipefail" in script.read_text()
+    program = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    subprocess.run([*program, script], check=True, timeout=30)
+
+
+def test_a_slurm_job_queues_itself_again(tmp_path):
+    """At SIGUSR1 the step is told, and the job asks to be run again. With stand-ins for SLURM."""
+    for name, text in (
+            ("scontrol", 'if [ "$1" = show ]; then echo localhost; else echo "scontrol $*"; fi'),
+            ("srun", 'trap "echo saved; exit 1" USR1; echo "step $MASTER_PORT $NNODES $*"; '
+                     "while :; do sleep 0.1; done")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = start(["bash", CLUSTER / "slurm.sbatch", "train_gpt2.py"], cwd=ROOT, SLURM_NNODES=2,
+                SLURM_JOB_ID=7, SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_PER_TASK=2,
+                PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert re.match("step 20007 2 .*--cpus-per-task=2 .*launcher train_gpt2.py", job.stdout.readline())
+    job.send_signal(signal.SIGUSR1)
+    ended = finish(job, 30)
+    assert ended.code == 0 and ended.out == "saved\nscontrol requeue 7\n", ended.out
+
+
+def test_systemd_starts_again_unless_a_flag_is_wrong():
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str
+    unit.read(CLUSTER / "trainer@.service")
+    service = unit["Service"]
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", "2")
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0" and "cluster/ddp_launch.sh" in service["ExecStart"]
+
+
+def test_docker():
+    """What training needs of it. The service `cpu` is the same without GPUs, and `up` doesn't start it."""
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    service, cpu = services["trainer"], services["cpu"]
+    device, = service.pop("deploy")["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"] and cpu == service | {"profiles": ["cpu"]}
+    assert service["network_mode"] == service["ipc"] == "host" and service["restart"] == "unless-stopped"
+    assert service["devices"] == ["${INFINIBAND:-/dev/null}"]  # a missing one keeps it from starting
+    assert service["volumes"] == [f"..:{service['working_dir']}"]
+    passed = {item.partition("=")[0] for item in service["environment"]}
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", *VARIABLES} <= passed

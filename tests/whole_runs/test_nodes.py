@@ -1,0 +1,75 @@
+"""Starting on several machines: what has to be the same on all, and how they leave."""
+
+import shutil
+import socket
+import time
+
+import pytest
+from processes import Group
+from runs import Trainer
+from waiting import wait_for
+
+import ddp_utils
+from prepare.pipeline import prepare
+
+GPT2 = Trainer("train_gpt2.py", timeout=2, max_new_tokens=5, global_batch=16, batch=None, steps=2)
+
+
+def start(*nodes, fault=None) -> list[Group]:
+    """One process for each node, in a folder and with flags of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        env = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1],
+               "GROUP_WORLD_SIZE": 2}
+    return [Group(GPT2.script, *flags, cwd=home, RANK=rank, GROUP_RANK=rank, fault=None if rank else fault,
+                  **env) for rank, (home, *flags) in enumerate(nodes)]
+
+
+@pytest.mark.full
+def test_exchanged_nodes_write_nothing(shards, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(), b.mkdir()
+
+    def train(*homes, steps) -> list:
+        flags = GPT2.flags(shards, "run", steps=steps, timeout=60)
+        return [group.finish() for group in start(*((home, *flags) for home in homes))]
+
+    assert not any(done.code for done in train(a, b, steps=4))
+    assert all(done.code == 2 and "node1 (" in done.out for done in train(b, a, steps=8))
+    assert not (b / "run").exists()
+    shutil.copytree(a / "run", b / "run")  # as the sentence says
+    assert not any(done.code for done in train(b, a, steps=8))
+
+
+@pytest.mark.parametrize("flag, value", [("--out", "other"), ("--global-batch", "4"), ("the data", None)])
+def test_what_differs_between_nodes_is_named(shards, tmp_path, flag, value):
+    (tmp_path / "text.txt").write_text("another text\n" * 1000)
+    other = prepare(f"text:{tmp_path}/text.txt", tmp_path / "other", "bytes", workers=1)
+    first, second = (tmp_path / name for name in "01")
+    shutil.copytree(shards, first / "shards")
+    shutil.copytree(shards if value else other, second / "shards")
+    flags = GPT2.flags("shards", "run", timeout=20)
+    for group in start((first, *flags), (second, *flags, *([flag, value] if value else []))):
+        done = group.finish(60)
+        assert done.code and f"error: {flag} on rank 1 differs" in done.out, done.out
+
+
+def slow_save():
+    """The last checkpoint takes some seconds longer than the rest of the run."""
+    write = ddp_utils.Checkpoints._write
+
+    def slow(self, path, content, begun):
+        time.sleep(4 * (content["step"] == 2))
+        write(self, path, content, begun)
+    ddp_utils.Checkpoints._write = slow
+
+
+@pytest.mark.full
+def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
+    """Longer than --timeout, too; so no torchrun waits at its exit barrier."""
+    groups = start(*[(tmp_path, *GPT2.flags(shards, tmp_path / "run"))] * 2, fault=slow_save)
+    wait_for(lambda: "sample after step 2" in groups[0].text)
+    time.sleep(2)
+    assert "saved step 2" not in groups[0].text and groups[1].all_alive, groups[0].text
+    for group in groups:
+        done = group.finish(60)
+        assert done.code == 0 and "training complete: 2 steps" in done.out, done.out
