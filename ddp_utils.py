@@ -167,6 +167,15 @@ def launch(main):
     os._exit(code)
 
 
+def end_lost(cause: str):
+    """Ends this process from another thread, because the main thread waits for a rank that is lost."""
+    process.exit_code = 1
+    time.sleep(1.0 if local_rank() > 0 else 0.0)  # if local rank 0 ends too, torchrun ends this process here
+    print(f"error: {cause}", file=sys.stderr, flush=True)
+    wait_for_writing()
+    os._exit(1)
+
+
 def cleanup_on_exit(main):
     """Lets a notebook call main() more than once. When main() ends, everything that it started ends, and the
     previous signal handlers return.
@@ -242,6 +251,7 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
     if by_torchrun:
         rank, world_size, store, process.heartbeat = join(timeout)
         if process.heartbeat:
+            process.heartbeat.on_lost = end_lost
             process.heartbeat.wait_for_all()
     local_world_size = from_launcher("LOCAL_WORLD_SIZE", 1)
     where, backend = run_and_wait(choose_device, backend, device, local_world_size)

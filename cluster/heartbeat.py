@@ -25,6 +25,7 @@ from cluster import roll_call
 
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # torchrun sets these, too
 _joins = itertools.count()  # this process may call main() again
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # otherwise torchrun shares its own with the processes
 HOW_TO_RESUME = ("fix that and start the same command again on every node; it resumes from the newest "
                  "checkpoint")
 
@@ -44,7 +45,8 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
     if port > 65535 or port == 0 and world_size > 1:
         raise UserError(f"MASTER_PORT={port} is not from 1 to 65535: choose one, the same for all processes.")
     where = f"{env['MASTER_ADDR']}:{port}"
-    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
+    hosts_store = rank == 0 and not shared
     try:
         store = dist.TCPStore(env["MASTER_ADDR"], port, None, hosts_store, timedelta(seconds=timeout),
                               wait_for_workers=False, multi_tenant=True)
@@ -53,17 +55,21 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
                        if "EADDRINUSE" in str(error) else
                        f"rank {rank} found no rank 0 at {where} within {timeout:g} s: read what rank 0 says. "
                        "If it says nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
-    store = dist.PrefixStore(f"attempt {env.get('TORCHELASTIC_RESTART_COUNT', 0)}, {next(_joins)}", store)
+    several_nodes = world_size > from_launcher("LOCAL_WORLD_SIZE", 1)
+    if several_nodes and shared and from_launcher("TORCHELASTIC_MAX_RESTARTS"):
+        raise UserError("--max-restarts on several nodes needs a store for each start: export "
+                        f"{OWN_STORE}=1 on every node before torchrun.")
+    # torch counts restarts only on nodes whose own process failed
+    attempt = 0 if several_nodes else env.get("TORCHELASTIC_RESTART_COUNT", 0)
+    store = dist.PrefixStore(f"attempt {attempt}, {next(_joins)}", store)
     heartbeat = None
     if world_size > 1:
         if store.add(f"rank {rank}", 1) > 1:
             raise UserError(f"RANK={rank} was given to two processes: give each its own."
                             if "TORCHELASTIC_RUN_ID" not in env else
                             "torchrun has started the processes again after a node came or went, but its "
-                            "store still holds the old ones: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
-                            "every node before torchrun, then start again. The run resumes from its newest "
-                            "checkpoint.")
-        several_nodes = world_size > from_launcher("LOCAL_WORLD_SIZE", 1)
+                            f"store still holds the old ones: export {OWN_STORE}=1 on every node before "
+                            "torchrun, then start again. The run resumes from its newest checkpoint.")
         address = address_towards(env["MASTER_ADDR"]) if several_nodes else None
         store.compare_set("a node's address", "", address or "")
         leaves_last = hosts_store or several_nodes and from_launcher("GROUP_RANK") == 0
@@ -87,10 +93,14 @@ class Heartbeat:
     `ended`. A rank that fails leaves its reason in the store. If a collective fails on a rank, it looks for
     that reason, then for ranks with a time that stands still, then for busy ranks, with a state other than
     `failed`. The first rank that finds the cause publishes it, so all ranks print the same sentence.
+
+    A machine without power resets no connection, so a collective would wait for `--timeout`. The thread
+    therefore watches the next rank, and calls `on_lost` if the main thread doesn't end the run by itself.
     """
 
     BEAT = 1.0  # seconds
-    PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost
+    PATIENCE = 5.0  # seconds without a new beat after which a rank counts as lost once a collective fails
+    LOST = 20.0  # and if none does: a process that is stopped for ten seconds isn't lost
 
     server: dist.Store  # stays open, because it may serve all ranks
     rank: int
@@ -110,6 +120,7 @@ class Heartbeat:
         self._seen = {}
         self._next_look = 0.0
         self._stopped = threading.Event()
+        self.on_lost = lambda cause: None  # ddp_utils.init sets it
         self._beat()
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
@@ -237,9 +248,31 @@ class Heartbeat:
                 time.sleep(self.BEAT / 20)
 
     def _beat_on(self):
-        with suppress(Exception):  # the store is gone
-            while not self.cause and not self._stopped.wait(self.BEAT):
-                self._beat()
+        last, since, host_ended = b"", time.monotonic(), False
+        while not self.cause and not self._stopped.wait(self.BEAT):
+            try:
+                beat, host_ended = self.call(self._beat_and_look, timeout=self.LOST)
+            except RunError as error:
+                if host_ended:  # and took the store along; nobody waits for it
+                    return
+                self.cause = str(error)
+                break
+            if beat != last or beat.endswith(b"|ended"):
+                last, since = beat, time.monotonic()
+            elif beat and time.monotonic() - since > self.LOST:  # the next _beat publishes it
+                self._own_cause = self._lost([beat])
+        # the main thread sees the cause by itself unless it waits in a collective
+        if not self._stopped.wait(self.PATIENCE + 3 * self.BEAT):
+            self.on_lost(self.cause)
+
+    def _beat_and_look(self) -> tuple[bytes, bool]:
+        """Returns the beat of the next rank, b"" if it hasn't come, and whether rank 0 has ended. With all
+        beats, the store's work would grow with the square of the ranks.
+        """
+        self._beat()
+        keys = [self.keys[(self.rank + 1) % self.world_size], self.keys[0]]
+        beat, first = self.store.multi_get(keys) if self.store.check(keys) else (b"", b"")
+        return beat, first.endswith(b"|ended")
 
     def _beat(self):
         self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")

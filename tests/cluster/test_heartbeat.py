@@ -102,7 +102,11 @@ def test_a_rank_is_given_once(monkeypatch, store, given, named):
     dist.PrefixStore("attempt 0, 0", store).add("rank 0", 1)
     with pytest.raises(UserError, match=named):
         join(monkeypatch, given, store.port)
-    join(monkeypatch, f"TORCHELASTIC_RESTART_COUNT=1 {given}", store.port)[3].stop("")
+    join(monkeypatch, f"LOCAL_WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=1 {given}", store.port)[3].stop("")
+    with pytest.raises(UserError, match=named):  # on several nodes the counts differ
+        join(monkeypatch, f"LOCAL_WORLD_SIZE=1 {given}", store.port)
+    with pytest.raises(UserError, match="--max-restarts .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        join(monkeypatch, "TORCHELASTIC_MAX_RESTARTS=3", store.port)
 
 
 # -------------------------------------------------------------------------------------------------- together
@@ -222,6 +226,21 @@ def test_a_store_that_does_not_answer_is_named(beating, function, timeout):
     assert first.call(lambda x: x + 1, 2) == 3
     with pytest.raises(RunError, match="^node0 .* at here"):
         first.call(function, timeout=timeout)
+
+
+@pytest.mark.parametrize("change, said", [
+    (be_lost, "rank 1 on node0"), (end, ""), (lambda beat: None, ""),
+    (lambda beat: setattr(beat, "_state", "slow"), "")])
+def test_a_rank_that_is_silent_ends_those_that_wait_in_a_collective(beating, monkeypatch, change, said):
+    """Whoever doesn't, ends by itself. The rank before the silent one finds out and tells the others."""
+    monkeypatch.setattr(Heartbeat, "LOST", 0.5)
+    monkeypatch.setattr(Heartbeat, "PATIENCE", 0.1)
+    ranks, lost = [beating(rank, 3) for rank in range(3)], []
+    for beat in ranks:
+        beat.on_lost = lost.append
+    change(ranks[1])
+    time.sleep(1.5)
+    assert [cause.startswith(f"{said} (") for cause in lost] == [True, True] * bool(said), lost
 
 
 # --------------------------------------------------------------------------------------------- how they leave

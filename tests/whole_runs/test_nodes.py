@@ -1,15 +1,22 @@
 """Starting on several machines: what has to be the same on all, and how they leave."""
 
+import os
 import shutil
+import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from conftest import ROOT, children, finish
+from conftest import start as start_command
 from processes import Group
-from runs import Trainer
+from runs import Trainer, assert_same_run
 from waiting import wait_for
 
 import ddp_utils
+from ddp_utils import list_checkpoints
 from prepare.pipeline import prepare
 
 GPT2 = Trainer("train_gpt2.py", timeout=2, max_new_tokens=5, global_batch=16, batch=None, steps=2)
@@ -73,3 +80,27 @@ def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
     for group in groups:
         done = group.finish(60)
         assert done.code == 0 and "training complete: 2 steps" in done.out, done.out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node", [0, 1])
+def test_torchrun_restarts_on_several_nodes(shards, tmp_path, node):
+    """A worker is killed on one of two nodes. torch counts the restart only there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    changes = {"save_every": 2, "steps": 100, "eval_every": 100, "timeout": 60}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+               "--max-restarts=3", "--rdzv-backend=c10d",
+               f"--rdzv-endpoint={where}", "--rdzv-id=a", ROOT / GPT2.script,
+               *GPT2.flags(shards, tmp_path / "run", **changes)]
+    agents = [start_command(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for _ in range(2)]
+    wait_for(lambda: list_checkpoints(tmp_path / "run"))
+    victim, = (pid for pid in children(agents[node].pid)
+               if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    for agent in agents:
+        done = finish(agent, 120)
+        assert done.code == 0, done.out
+    assert (tmp_path / "run" / "train.log").read_text().count("resuming after step") == 1
+    assert GPT2.fork(2, shards, tmp_path / "whole", **changes).code == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
