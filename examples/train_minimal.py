@@ -96,4 +96,4 @@ while step < STEPS:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, f"{CHECKPOINT}.tmp")
             os.replace(f"{CHECKPOINT}.tmp", CHECKPOINT)  # a kill leaves the old file or the new one, whole
-os._exit(0)  # while Python ends, threads of torch abort about one of twenty processes of gloo
+os._exit(0)  # Python's own end sometimes aborts, because threads of torch are still running
