@@ -5,16 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from pair_data import (
-    CYCLES,
-    RESPONSE,
-    ROLES,
-    START,
-    T,
-    gpt2,
-    hrm,
-    pairs,  # noqa: F401
-)
+from pair_data import CYCLES, RESPONSE, ROLES, START, T, gpt2, hrm
 
 import data
 from model import Block

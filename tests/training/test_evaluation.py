@@ -12,16 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import place
 from copies import FLAGS, assert_as_logged, result
-from pair_data import (
-    CYCLES,
-    RESPONSE,
-    ROLES,
-    START,
-    T,
-    gpt2,
-    hrm,
-    write,
-)
+from pair_data import CYCLES, RESPONSE, ROLES, START, T, gpt2, hrm, write
 from pair_data import prepare as prepare_pairs
 from runs import Trainer, evaluations_of
 from states import world  # noqa: F401

@@ -9,13 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from pair_data import (
-    RESPONSE,
-    START,
-    T,
-    gpt2,
-    pairs,  # noqa: F401
-)
+from pair_data import RESPONSE, START, T, gpt2
 from runs import Trainer, edited
 from train_recurrent import Recurrent
 
