@@ -970,11 +970,23 @@ class StopVote:
         """Whether torchrun was killed: then this process has another parent."""
         return self._torchrun not in (None, os.getppid())
 
+    def _tell_launcher(self, what: str, ask: str = "") -> bool:
+        """Tells cluster/ddp_launch.sh with a range of nodes how far this start came. Returns whether it asks
+        for something: it stops a run that other nodes wait for.
+        """
+        directory = Path(os.environ.get("LAUNCHER_DIR") or os.devnull)
+        with suppress(OSError):
+            (directory / what).touch()
+            return (directory / ask).is_file()
+        return False
+
     def vote(self) -> int:
         """Starts a vote. Returns the result of the previous one: a signal that some rank got, or 0."""
         self.read()
         if self.is_orphan():  # nothing else would stop this process
             self._on_signal(signal.SIGHUP, None)
+        if self._tell_launcher("trained", ask="stop"):
+            self._on_signal(signal.SIGUSR1, None)
         self._vote.fill_(self.signal)
         self._under_way = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, async_op=True)
         self._result = self._vote
@@ -989,6 +1001,8 @@ class StopVote:
             self._under_way.wait()
             self._under_way = None
             self.agreed = self.agreed or int(float(self._result))
+            if self.agreed:
+                self._tell_launcher("stopped")
 
 
 class Metrics:

@@ -26,7 +26,8 @@ from cluster import roll_call
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # torchrun sets these, too
 _joins = itertools.count()  # this process may call main() again
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # otherwise torchrun shares its own with the processes
-HOW_TO_RESUME = ("fix that and start the same command again on every node; it resumes from the newest "
+HOW_TO_RESUME = ("ddp_launch.sh goes on from the newest checkpoint" if os.environ.get("LAUNCHER_DIR") else
+                 "fix that and start the same command again on every node; it resumes from the newest "
                  "checkpoint")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm  # comes with datasets
 
-from cli.errors import UserError
+from cli.errors import UserError, from_launcher
 from cli.flags import flag_fields, flags_of_model
 from ddp_utils import process
 from loggers.machine import begin_curves
@@ -42,8 +42,20 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     A given global batch is used, or refused with a UserError that names the nearest fit. Otherwise it is
     `wanted`, the number of the recipe or of the run so far. If the world size does not divide that, it is the
     multiple of the world size within 5 % of `wanted` that allows the largest micro-batch, up to `largest`.
+
+    With a range of nodes (see cluster/ddp_launch.sh) it stays the same, so each number of them divides it: it
+    is the nearest such number.
     """
-    if global_batch is None and batch and grad_accum:
+    unit = world_size
+    fewest, _, most = os.environ.get("NNODES", "").partition(":")
+    if most:
+        if batch and grad_accum:
+            raise UserError("--batch and --grad-accum together fit only one number of nodes: leave "
+                            "--grad-accum out.")
+        unit = math.lcm(*range(int(fewest), int(most) + 1)) * from_launcher("LOCAL_WORLD_SIZE", 1)
+        unit *= batch or grad_accum or 1
+        global_batch = global_batch or max(1, round(wanted / unit)) * unit
+    elif global_batch is None and batch and grad_accum:
         global_batch = batch * grad_accum * world_size
     elif global_batch is None and wanted % world_size == 0:
         global_batch = wanted
@@ -58,11 +70,11 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
         if fitting:
             share = max(fitting, key=lambda share: (fitting[share], -abs(share - exact)))
         global_batch = share * world_size
-    if global_batch % world_size:
-        low = global_batch // world_size * world_size
-        fits = " or ".join(str(n) for n in (low, low + world_size) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences cannot be divided among {world_size} "
-                        f"processes: use --global-batch {fits}.")
+    if global_batch % unit:
+        low = global_batch // unit * unit
+        fits = " or ".join(str(n) for n in (low, low + unit) if n > 0)
+        raise UserError(f"a global batch of {global_batch} sequences cannot be divided among the processes "
+                        f"(by {unit}): use --global-batch {fits}.")
     share = global_batch // world_size
     micro = micro_batch_of(share, batch, grad_accum, largest)
     if not micro:

@@ -21,6 +21,7 @@ import shlex
 import signal
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections import Counter
 from contextlib import suppress
@@ -64,7 +65,7 @@ from loggers.wandb import require_wandb
 from model import ConfigError, num_params, pad_vocab
 from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
-from startup.directory import RunLock, run_directory, run_files, say_changes
+from startup.directory import RunLock, project_files, run_directory, run_files, say_changes
 from startup.dry_run import before_data
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
 from startup.resume import FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
@@ -186,6 +187,9 @@ def find_run(model_class: type, command: Command, constants: dict) -> Run:
     args = resolve()
     world = start(args)
     trainer = Path(constants.get("__file__", "notebook"))
+    code = [zlib.crc32(path.read_bytes()) for path in project_files(trainer).values()]
+    assert_same("torch or the code", f"{torch.__version__} {code}",
+                "install the same torch and copy the same files to every node")
     weights = missing = None
     try:
         if args.init_from:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, start
-from runs import Trainer, assert_same_run
+from runs import Trainer, assert_same_run, steps_of
+from waiting import wait_for
 
 CLUSTER = ROOT / "cluster"
 LAUNCH = CLUSTER / "ddp_launch.sh"
@@ -71,6 +72,23 @@ def test_nodes_with_different_numbers_of_processes(tmp_path, shards):
     whole = GPT2.fork(3, shards, tmp_path / "whole")
     assert whole.code == 0, whole.out
     assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_node_leaves_a_range_and_the_other_goes_on(tmp_path, shards):
+    """No step is lost or computed twice."""
+    out = tmp_path / "run"
+    flags = GPT2.flags(shards, out, steps=60, global_batch=2, save_every=100, eval_every=100, log_every=1)
+    given = "NNODES=1:2 MEET_SECONDS=1"
+    first, second = (launch(GPT2.script, *flags, given=f"{given} NODE_RANK={node}") for node in range(2))
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(steps_of(out)) > 4, 90)
+    second.terminate()
+    assert finish(second).code == 1  # as torchrun ends
+    ended = finish(first)
+    assert ended.code == 0 and "training complete: 60 steps" in ended.out, ended.out
+    assert "node 1 is not here" in ended.out and "resuming with world_size 1 (was 2)" in ended.out
+    stopped, = re.findall(r"stopped by SIGTERM after step (\d+)", ended.out)
+    assert f"resuming after step {stopped}" in ended.out
+    assert [record["step"] for record in steps_of(out)] == [*range(1, 61)]
 
 
 @pytest.mark.parametrize("script", [LAUNCH, CLUSTER / "slurm.sbatch"])

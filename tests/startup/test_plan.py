@@ -34,6 +34,21 @@ def test_a_batch_that_does_not_fit_names_one_that_does(given, ways):
     assert re.findall(r"--[a-z-]+ (\d+)", str(problem.value))[-len(ways):] == ways
 
 
+@pytest.mark.parametrize("flags, found", [
+    ((None, None, None), 540), ((480, None, None), 480), ((None, 8, None), 480), ((None, None, 3), 540),
+    ((500, None, None), "--global-batch 480 or 540"), ((480, 9, None), "--global-batch 540"),
+    ((None, 2, 3), "--grad-accum")])
+def test_every_number_of_nodes_in_a_range_divides_a_step(monkeypatch, flags, found):
+    """So the order of samples doesn't depend on who is here. The later starts of a run want its number."""
+    monkeypatch.setenv("NNODES", "2:5")
+    if isinstance(found, int):
+        plans = [plan_batch(world, *flags, wanted, 32) for world in (2, 3, 4, 5) for wanted in (512, found)]
+        assert {plan[0] for plan in plans} == {found}
+    else:
+        with pytest.raises(UserError, match=found):
+            plan_batch(5, *flags, 512, 32)
+
+
 @pytest.mark.parametrize("loss", ["all", "response"])
 def test_the_plan_of_a_run(world, loss):
     """A small text is warned of, but not small pairs: a few learned tokens need many passes."""

@@ -3,24 +3,31 @@ and the same command goes on. The nodes need root and iproute2 (see helpers/lab.
 """
 
 import json
+import os
 import re
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
-from lab import PORT, Lab, Unavailable
-from runs import Trainer, assert_same_run, log_of
+from lab import MASTER, PORT, Lab, Unavailable, ip
+from runs import Trainer, assert_same_run, log_of, steps_of, tensors_of
 from waiting import wait_for
 
 from cluster.heartbeat import Heartbeat
-from ddp_utils import list_checkpoints
+from ddp_utils import list_checkpoints, step_of
 
 TIMEOUT = 15  # of the trainers' collectives, in seconds
 SPARE = Heartbeat.PATIENCE + 5 * Heartbeat.BEAT + 10  # to find out who it was, on a busy machine
 GPT2 = Trainer("train_gpt2.py", timeout=TIMEOUT, max_new_tokens=5, global_batch=15, steps=60)
 LATE = {"comm": "late", "optimizer": "muon"}
+RANGE = {"d_model": 64, "seq_len": 64, "global_batch": 96, "steps": 2000, "save_every": 20,
+         "eval_every": 10_000, "keep_last": 1000, "timeout": 60,
+         "schedule": "constant"}
 NO_NODE0 = "node0 can no longer be reached at 192.168.50.20:"
 
 
@@ -79,6 +86,110 @@ def test_a_lost_node_is_named_and_the_same_command_goes_on(lab, shards, tmp_path
     whole = GPT2.fork(5, shards, tmp_path / "whole", **flags)
     assert whole.code == 0, whole.out
     assert_same_run(tmp_path / "whole", out)
+
+
+class Nodes:
+    """Three nodes with launchers for two to three."""
+
+    def __init__(self, lab, shards):
+        self.lab, self.out, self.started = lab, lab.home(0) / "run", {}
+        for node in range(3):
+            shutil.copytree(shards, lab.home(node) / "shards")
+
+    def up(self, node, **env):
+        self.lab.plug(node, True)
+        self.started[node] = self.lab.start(
+            node, [ROOT / "cluster" / "ddp_launch.sh", ROOT / GPT2.script,
+                   *GPT2.flags("shards", "run", **RANGE)],
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", MASTER_ADDR=MASTER, MASTER_PORT=PORT,
+            NNODES="2:3", NODE_RANK=node, GPUS_PER_NODE=1, MEET_SECONDS=4, ADMIT_SECONDS=4, **env)
+
+    def off(self, *nodes):
+        for node in nodes:
+            self.lab.plug(node, False)
+            self.lab.kill(node)
+
+    def texts(self) -> str:
+        return "\n".join(process.text.read_text() for process in self.started.values())
+
+    def read(self, name: str, pattern: str) -> list:
+        path = self.out / name
+        return re.findall(pattern, path.read_text(), re.S) if path.exists() else []
+
+    def last_step(self) -> int:
+        return int([0, *self.read("metrics.jsonl", r'"step": (\d+), "loss"')][-1])
+
+    def resumed(self) -> list[tuple[int, int]]:
+        """The step and the number of nodes of each start but the first."""
+        starts = self.read("train.log", r"resuming after step (\d+).*?, nodes (\d+)")
+        return [(int(step), int(nodes)) for step, nodes in starts]
+
+    def event(self, nodes: int, happens, *args, lost: int = 20) -> int:
+        """Returns the step from which `nodes` nodes went on after an event. At most `lost` steps are lost."""
+        count, before = len(self.resumed()), self.last_step()
+        happens(*args)
+        wait_for(lambda: len(self.resumed()) > count and self.last_step() > self.resumed()[-1][0] + 10, 200,
+                 text=self.texts)
+        step, found = self.resumed()[-1]
+        assert found == nodes and before - lost <= step, (before, self.resumed(), self.texts())
+        wait_for(lambda: self.last_step() > step + 30, 60, text=self.texts)
+        return step
+
+
+@pytest.mark.full
+def test_nodes_come_and_go(lab, shards, tmp_path):
+    """Ten events in a row. Then each step was done once, and from a save on, two nodes started by hand
+    compute the same tensors as the two that were left; from the save before, with three nodes, they don't.
+    """
+    nodes = Nodes(lab, shards)
+    for node in range(3):
+        nodes.up(node)
+    wait_for(lambda: nodes.last_step() > 30, 120, text=nodes.texts)
+    worker, = (pid for pid in map(int, ip("netns", "pids", lab.nodes[1]).split())
+               if b"\0-u\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    nodes.event(3, os.kill, worker, signal.SIGKILL)
+    begun = nodes.event(2, nodes.off, 2)
+    nodes.event(3, nodes.up, 2, lost=0)
+    nodes.event(2, nodes.started[2].terminate, lost=0)
+    fake = tmp_path / "sitecustomize.py"
+    fake.write_text("import sys\nif '-u' in sys.orig_argv:\n    import torch; torch.__version__ = '2.0'\n")
+    nodes.event(2, lambda: nodes.up(2, PYTHONPATH=f"{tmp_path}:{ROOT}"), lost=0)
+    assert lab.wait(nodes.started[2], 5)[0] == 2
+    (lab.home(2) / "shards").rename(tmp_path / "away")
+    nodes.event(2, nodes.up, 2, lost=0)
+    code, text = lab.wait(nodes.started[2], 5)
+    assert code == 2 and "unknown data set" in text, text
+    (tmp_path / "away").rename(lab.home(2) / "shards")
+    nodes.off(1)
+    wait_for(lambda: "1 of at least 2" in nodes.started[0].text.read_text().rpartition("error: ")[2], 60)
+    nodes.event(2, nodes.up, 1)
+    nodes.off(0)
+    wait_for(lambda: "does not answer" in nodes.started[1].text.read_text(), 90)
+    nodes.event(2, nodes.up, 0)
+    nodes.event(3, nodes.up, 2, lost=0)
+    nodes.started[0].send_signal(signal.SIGINT)
+    assert [lab.wait(nodes.started[node], 60)[0] for node in range(3)] == [1] * 3
+    last = nodes.last_step()
+    assert [record["step"] for record in steps_of(nodes.out)] == [*range(1, last + 1)]
+    saved = {step_of(path): path for path in list_checkpoints(nodes.out)}
+
+    def by_hand(first: int) -> dict:
+        """The state at the first save with two nodes."""
+        shutil.rmtree(nodes.out)
+        (nodes.out / "checkpoints").mkdir(parents=True)
+        shutil.copy(kept / saved[first].name, saved[first])
+        flags = GPT2.flags("shards", "run", **RANGE | {"steps": begun + 20})
+        for code, text in [lab.wait(each, 90) for each in lab.by_hand(2, GPT2.script, *flags)]:
+            assert code == 0, text
+        return tensors_of(nodes.out)
+
+    kept = tmp_path / "kept"
+    shutil.copytree(nodes.out / "checkpoints", kept)
+    wanted = torch.load(kept / saved[begun + 20].name, weights_only=True)["tensors"]["model"]
+    states = [by_hand(first) for first in (begun, begun - 20)]
+    same = [all(torch.equal(state[f"model/{name}"], tensor) for name, tensor in wanted.items())
+            for state in states]
+    assert same == [True, False]
 
 
 @pytest.mark.full
