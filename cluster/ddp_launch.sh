@@ -23,7 +23,7 @@ fail() {
 number() { # NAME LOW HIGH, and the variable that the user has set, if it's another one
     local value=${!1} set=${4:-$1}
     if ! [[ $value =~ ^[0-9]{1,6}$ ]] || ((10#$value < $2 || 10#$value > $3)); then
-        fail "$set=${!set}: $value is not a whole number from $2 to $3."
+        fail "$set=${!set} is not a whole number from $2 to $3${4:+, or a range of two such numbers like 2:5}."
     fi
 }
 

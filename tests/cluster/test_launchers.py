@@ -30,7 +30,8 @@ def launch(*command, given="", cwd=ROOT):
 
 
 @pytest.mark.parametrize("given, named", [
-    *((f"{name}=", f"{name} is") for name in VARIABLES), ("NODE_RANK=2", "0 to 1"),
+    *((f"{name}=", f"{name} is") for name in VARIABLES), ("NODE_RANK=2", "0 to 1"), ("NNODES=3:2", "1 to 2"),
+    ("NNODES=2:", ""), ("MEET_SECONDS=x", ""),
     ("MASTER_PORT=x", "1 to 65535"), ("NNODES=0", ""), ("GPUS_PER_NODE=-1", "")])
 def test_wrong_variables_are_named(given, named):
     ended = finish(launch("monitor.py", given=f"NNODES=2 {given}"), 30)
@@ -122,6 +123,27 @@ def test_systemd_starts_again_unless_a_flag_is_wrong():
     service = unit["Service"]
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", "2")
     assert unit["Unit"]["StartLimitIntervalSec"] == "0" and "cluster/ddp_launch.sh" in service["ExecStart"]
+
+
+@pytest.mark.parametrize("name, variables", [
+    ("skypilot.yaml", "SKYPILOT_NODE_IPS=192.0.2.1\n192.0.2.2 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 "
+                      "SKYPILOT_NUM_GPUS_PER_NODE=8 COMMAND=train_gpt2.py"),
+    ("trainjob.yaml", "PET_MASTER_ADDR=192.0.2.1 PET_MASTER_PORT=29500 PET_NNODES=2 PET_NODE_RANK=1 "
+                      "PET_NPROC_PER_NODE=8")])
+def test_clouds_start_the_launcher(tmp_path, name, variables):
+    """With what SkyPilot and Kubeflow set."""
+    text = (CLUSTER / name).read_text()
+    assert len(text.splitlines()) <= 50
+    task = pytest.importorskip("yaml").safe_load(text)
+    script = task["run"] if "run" in task else task["spec"]["trainer"]["command"][2]
+    (tmp_path / "cluster").mkdir()
+    stub = tmp_path / "cluster" / "ddp_launch.sh"
+    stub.write_text(f"#!/bin/sh\necho {' '.join(f'${name}' for name in VARIABLES)} $1\n")
+    stub.chmod(0o755)
+    script = script.replace("cd /work", "").replace("getent", ": getent")
+    env = dict(variable.split("=", 1) for variable in variables.split(" "))
+    done = finish(start(["bash", "-euc", script], cwd=tmp_path, **env), 30)
+    assert done.out == "192.0.2.1 29500 2 1 8 train_gpt2.py\n" and done.code == 0, done.out
 
 
 def test_docker():
