@@ -429,9 +429,10 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(model: nn.Module, training: bool = True):
+def assert_in_sync(model: nn.Module, step: int | None = None, training: bool = True):
     """Compares unsharded parameters and persistent buffers across ranks, bit for bit. Raises RunError if they
-    differ. `training` says whether it has begun; before that, only the trainer can have changed them.
+    differ. The log shows `step`, the number of steps that are done. `training` says whether it has begun;
+    before that, only the trainer can have changed them.
     """
     tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
@@ -448,6 +449,17 @@ def assert_in_sync(model: nn.Module, training: bool = True):
                      "the same way on all ranks: draw random numbers with torch's own generator, which "
                      "new_model leaves in the same state on all ranks, or with ddp_utils.generator.")
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
+    if step is not None:
+        model.in_sync_at = step
+
+
+def sync_of(model: nn.Module, step: int, world: World) -> str:
+    """What a logged line says of the parameters after `step` steps. GPUs compare them now, which takes
+    milliseconds. CPUs name the step of the last comparison.
+    """
+    if world.device.type == "cuda":
+        assert_in_sync(model, step)
+    return "OK" if model.in_sync_at == step or world.world_size == 1 else f"OK@{model.in_sync_at}"
 
 
 def say_elsewhere(world: World, text: str):
@@ -480,6 +492,7 @@ class Run:
     text: monitor.TrainLog  # train.log and the screen
     metric: Callable | None = None  # computes other numbers than the loss, see evaluate
     change_data: Callable | None = None  # changes the Dataset, see load_data
+    needs: str = ""  # on GPUs, the memory that each mode of --checkpoint-activations needs
     flops_factor: float = 1.0  # FLOPs of a step / FLOPs of a training pass of the model alone
     dataset: Dataset = field(init=False)  # load_data sets it
     steps: int = field(init=False)  # open_run sets this and the following ones
@@ -774,7 +787,7 @@ class Checkpoints:
         """
         if step == self.saved_step:
             return
-        assert_in_sync(state.model)
+        assert_in_sync(state.model, step)
         world = self.world
         self.saved_step = step
         say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a checkpoint")

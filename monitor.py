@@ -255,9 +255,9 @@ class RunLog:
     """
 
     def __init__(self, out: Path, text: TrainLog, settings: dict, records: list[dict], val_tokens: int,
-                 entropy: float, sync: str):
-        """`records` are the records so far, on all ranks. `sync` says in each line how the ranks' parameters
-        relate.
+                 entropy: float, sync: Callable[[int], str]):
+        """`records` are the records so far, on all ranks. `sync`, which all ranks call, says after a step how
+        the ranks' parameters relate.
         """
         self.out = Path(out)
         self.settings = settings  # flags, plan and constants of the run
@@ -316,7 +316,7 @@ class RunLog:
             return
         means = metrics.reduce()
         grad_norm = float(grad_norm)
-        machines = metrics.machines()
+        machines, sync = metrics.machines(), self._sync(step)
         refuse_taken([*numbers, *means])
         for name, value in numbers.items():
             if hasattr(value, "full_tensor"):  # it's sharded
@@ -340,7 +340,7 @@ class RunLog:
         record["mfu"] = self.mfu(record)
         self.restart_clock(samples)  # after counting FLOPs, which isn't part of the next steps
         eta = max(run["steps"] - step, 0) * (now - self._began) / (step - self._first_step)
-        self.write(record, step_line(record, eta, self._sync))
+        self.write(record, step_line(record, eta, sync))
 
     def evaluation(self, step: int, samples: int, metrics: dict) -> bool:
         """Records and prints the results of an evaluation. Returns whether it's the best, on all ranks."""

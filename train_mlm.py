@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None):
     while True:
         due = ddp.due_after(step, run, log, stop)
         if step % ddp.SYNC_EVERY == 0:  # checkpoints.save checks it as well
-            ddp.assert_in_sync(model)
+            ddp.assert_in_sync(model, step)
         # save before evaluating, because an evaluation can take long; after a skipped update nothing is new
         if due.saving and (state.updated or due.stopping or due.done):
             checkpoints.save(step, state, meta | metrics.state_dict())

@@ -101,10 +101,11 @@ def add_training_flags(parser: ArgumentParser):
     flag = flag_group(parser, "running", USUAL)
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations; parameters stay fp32\n"
          "auto: bf16 where that is faster", "auto")
-    flag("--checkpoint-activations", ("none", "selective", "block"), "recompute activations to save memory "
-         "(exact): block saves the most, selective is faster\nblock keeps only the input of each block, "
-         "selective also matrix products. Compiled on GPUs, selective rounds some sums differently. Large "
-         "sizes of the HRM have a default, for GPUs of 80 GB.", "none")
+    flag("--checkpoint-activations", ("auto", "none", "selective", "block"), "recompute activations to save "
+         "memory (exact): block saves the most, selective is faster\nblock keeps only the input of each "
+         "block, selective also matrix products. Compiled on GPUs, selective rounds some sums differently. "
+         "auto: on GPUs the fastest that fits, which a resumed run keeps; on CPUs none (large sizes of the "
+         "HRM: another one).", "auto")
     flag("--strategy", STRATEGIES, "what to shard across processes, to save memory\n"
          "zero1: optimizer state; zero2: also gradients; zero3: also parameters; zero3-offload: the same, in "
          "host memory. A run can resume with any of them.", "ddp")

@@ -87,7 +87,7 @@ def kept_for_backward(model_class: type, config, device: torch.device, dtype: to
         return activation_bytes(lambda: model(**inputs)[0], [*model.parameters(), *model.buffers()])
 
 
-USABLE = {"cuda": 0.92, "cpu": 0.85}  # share of a process's memory; libraries, fragmentation take the rest
+USABLE = {"cuda": 0.9, "cpu": 0.85}  # share of a process's memory; libraries, fragmentation take the rest
 
 
 def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool:
@@ -103,36 +103,41 @@ def empty_model(model_class: type, args: Namespace) -> nn.Module:
         return model_class(model_class.Config(vocab_size=ids, padded_vocab=ids, **flags))
 
 
-def before_data(run, example: dict) -> int:
-    """Returns how many tokens of a source on the hub to prepare: 20 for each parameter of the model. Before
-    data are prepared for training on GPUs, warns if the model doesn't fit, and raises UserError if it needs
-    more than 1.3 times the memory. `run` is a ddp_utils.Run.
+def before_data(run, example: dict, free: float) -> tuple[int, str, str]:
+    """Returns how many tokens of a source on the hub to prepare: 20 for each parameter of the model. Then,
+    for training on GPUs, which activations to recompute and what each mode needs. `free` is the memory of a
+    process in GB before its model is built, `run` a ddp_utils.Run.
+
+    On GPUs it warns if the model doesn't fit. It raises UserError if the model needs more than 1.3 times the
+    memory, unless the data are prepared already.
     """
-    args, world = run.args, run.world
-    unasked = args.eval_only or any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin"))
-    if world.is_rank0 and world.device.type == "cuda" and not unasked:
+    args, needs = run.args, ""
+    if run.world.device.type == "cuda" and not args.eval_only:
         said = []
         with contextlib.suppress(TypeError):  # `dummy_inputs` of a user's model may want other arguments
-            share = dry_run(run.model_class, args, said.append, **example)
+            share, needs = dry_run(run.model_class, args, said.append, free, **example)
             torch.compiler.reset()  # what was compiled for counting won't run
             text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
-            if share > 1.3:
+            if share > 1.3 and not any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin")):
                 raise UserError(text)
             if share > USABLE["cuda"]:
                 say(f"WARNING: {text}")
-    return 20 * num_params(empty_model(run.model_class, args))
+    mode = args.checkpoint_activations
+    return 20 * num_params(empty_model(run.model_class, args)), "none" if mode == "auto" else mode, needs
 
 
-def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
-    """Prints the memory that each process would need with each strategy, and whether it fits. Returns the
-    share of the memory that --strategy needs.
+def dry_run(model_class: type, args: Namespace, say=print, free: float = 0, **example) -> tuple[float, str]:
+    """Prints the memory that each process would need with each strategy, and whether it fits. Sets
+    --checkpoint-activations auto to the fastest that fits. Returns the share of the memory that --strategy
+    needs, and in one line what each mode of recomputing needs. `free` GB replace the memory of this machine.
     """
     if from_launcher("RANK") > 0:
-        return 0
+        return 0, ""
     if args.dry_run is not None and args.out and list_checkpoints(args.out):
         raise UserError(f"--dry-run does not read the run in {args.out}: give its flags, without --out.")
-    gpus = bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
+    gpus = uses_gpus(args)
     processes, gigabytes = machine(args.dry_run, gpus)
+    gigabytes = free or gigabytes
     global_batch, batch, grad_accum = plan_batch(
         processes, args.global_batch, args.batch, args.grad_accum, args.wanted_batch, args.largest_batch)
     model = empty_model(model_class, args)
@@ -146,16 +151,21 @@ def dry_run(model_class: type, args: Namespace, say=print, **example) -> float:
     labels = inputs["labels" if "labels" in inputs else "targets"].numel()
     logits = cross_entropy.logits_bytes(labels, model.config.padded_vocab, dtype, compiled)
     kept = {}  # bytes of activations by mode, the fastest mode first
-    without = ""
+    failed = ""
     for other in ("none", "selective", "block"):
         try:
             kept[other] = logits + kept_for_backward(model_class, model.config, device, dtype, other, inputs,
                                                      compiled)
         except Exception as error:  # such as shapes that depend on the data
-            if other == mode:
-                without = " without the activations of blocks"
-                say(f"WARNING: activations of blocks are not counted ({first_line(error)}): leave room "
-                    "for them")
+            failed = first_line(error)
+    chosen = args.strategy
+    held = {other: memory_of(model, chosen, args, processes, kept[other]) for other in kept}
+    fast = [other for other in held if fits(held[other], gigabytes, device)]
+    if mode == "auto":
+        args.checkpoint_activations = mode = (fast or [*kept][-1:] or ["none"])[0]
+    needs = ", ".join(f"{other} needs {sum(held[other].values()) / 1e9:.3g} GB" for other in held)
+    if mode not in kept:
+        say(f"WARNING: activations of blocks are not counted ({failed}): leave room for them")
     activations = kept.get(mode, logits)
     say(wrap_lines(f"""machine
   world size  {processes} processes with {gigabytes:.0f} GB each
@@ -182,19 +192,22 @@ memory of a process in GB"""))
     say(f"a checkpoint is {file:.2f} GB: {(args.keep_last + 2) * file:.1f} GB of disk for --keep-last "
         f"{args.keep_last}, the best and the one being written, and {file:.2f} GB of rank 0's host "
         "memory (on GPUs up to twice that)")
-    chosen = args.strategy
-    one = table[chosen] | {"activations": activations // batch}
-    ways = ["a smaller --batch"] if batch > 1 and fits(one, gigabytes, device) else []
+    ways = [f"--batch {b}" for b in range(1, batch) if batch % b == 0 and fits(
+        table[chosen] | {"activations": activations * b // batch}, gigabytes, device)][-1:]
     ways += [f"--strategy {strategy}" for strategy in fitting]
-    fast = [other for other in kept if fits(table[chosen] | {"activations": kept[other]}, gigabytes, device)]
     ways += [f"--checkpoint-activations {other}" for other in fast]
     if fast:
         say(f"with --strategy {chosen} these --checkpoint-activations fit, the fastest first: "
             f"{', '.join(fast)}")
     both = "--strategy zero3 with --checkpoint-activations block, or then with more processes"
-    say(f"--strategy {chosen} " + (f"fits{without}." if chosen in fitting else
-                                   f"does not fit: use {' or '.join(ways) or both}."))
-    return sum(table[chosen].values()) / 1e9 / gigabytes
+    say(f"--strategy {chosen} " + (
+        f"fits{'' if mode in kept else ' without the activations of blocks'}." if chosen in fitting else
+        f"does not fit: use {' or '.join(ways) or both}."))
+    return sum(table[chosen].values()) / 1e9 / gigabytes, needs
+
+
+def uses_gpus(args: Namespace) -> bool:
+    return bool(args.dry_run) or args.device != "cpu" and torch.cuda.is_available()
 
 
 def machine(text: str, gpus: bool) -> tuple[int, float]:
@@ -205,7 +218,7 @@ def machine(text: str, gpus: bool) -> tuple[int, float]:
             raise UserError(f"--dry-run {text} is not GPUs x GB of each: give 8x141, for example.")
         return int(match[1]), float(match[2])
     if gpus:
-        total = torch.cuda.get_device_properties(0).total_memory
+        total, _ = torch.cuda.mem_get_info(0)
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         total /= from_launcher("LOCAL_WORLD_SIZE", 1)

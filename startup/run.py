@@ -58,6 +58,7 @@ from ddp_utils import (
     run_and_wait,
     say_elsewhere,
     step_of,
+    sync_of,
 )
 from loggers.machine import hardware, memory_gb
 from loggers.mfu import MFU
@@ -66,7 +67,7 @@ from model import ConfigError, num_params, pad_vocab
 from ops.device import compiles, compute_dtype
 from prepare.pipeline import locate
 from startup.directory import RunLock, project_files, run_directory, run_files, say_changes
-from startup.dry_run import before_data
+from startup.dry_run import before_data, uses_gpus
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
 from startup.resume import FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
 from training.step import TrainState
@@ -133,7 +134,11 @@ def resolve_flags(command: Command, saved: dict | None = None, weights: dict | N
     elif not any(Path(source).is_dir() for source in sources):  # then the weights know the ids
         flags["tokenizer"] = (flags["tokenizer"] or record.get("tokenizer_flag")
                               or record.get("tokenizer_file"))
-    return Namespace(**flags)
+    args = Namespace(**flags)
+    if given.get("checkpoint_activations", "auto") == "auto":  # before_data chooses on GPUs
+        of_size = "auto" if uses_gpus(args) else row.get("checkpoint_activations", "none")
+        args.checkpoint_activations = settings.get("checkpoint_activations", of_size)
+    return args
 
 
 def find_checkpoint(out: Path, args: Namespace, world: World) -> dict | None:
@@ -279,7 +284,10 @@ def load_data(run: Run, **more) -> Dataset:
     """
     args = run.args
     refuse_lone_tasks()
-    useful = run_and_wait(before_data, run, more)  # with the vocabulary of --tokenizer
+    free = 0.0
+    if run.world.device.type == "cuda":
+        free = min(all_gather(torch.cuda.mem_get_info(run.world.device)[0])) / 1e9
+    useful, args.checkpoint_activations, run.needs = on_rank0(before_data, run, more, free)
 
     def read():
         if process.launched:  # see `stop` in prepare/command.py
@@ -410,6 +418,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     world, dataset, model = run.world, run.dataset, state.model
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
     step, samples = run.checkpoints.resume(run.saved, state)
+    model.in_sync_at = step  # warm_up compares it
     settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
@@ -419,7 +428,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     log = monitor.RunLog(
         run.out, run.text, settings, records or evaluated,
         val_tokens=sum(shards.num_tokens for shards in val), entropy=unigram_entropy(val or [dataset.train]),
-        sync="shards" if settings["strategy"] in SHARDED else "OK")
+        sync=lambda step: "shards" if settings["strategy"] in SHARDED else sync_of(model, step, world))
     # A lower loss without a checkpoint is not the best: its save failed, or somebody deleted the file.
     gone = on_rank0(lambda: log.evaluations.keys() - run.checkpoints.files.keys())
     log.evaluations |= dict.fromkeys(gone, math.inf)

@@ -73,15 +73,20 @@ def check_failure(world) -> None:
 
 def check_sync(world) -> None:
     model = make()
-    ddp_utils.assert_in_sync(model)
+    ddp_utils.assert_in_sync(model, 3)
     for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         model.to(dtype)
         if world.rank == 1:  # one bit of one number
             model.L.blocks[0].down.weight.data.view(-1).view(bits)[3] ^= 1
         with pytest.raises(RunError, match="L.blocks.0.down.weight on rank 1"):
             ddp_utils.assert_in_sync(model)
+        assert ddp_utils.sync_of(model, 5, world) == "OK@3"
+        on_gpus = SimpleNamespace(device=torch.device("cuda"), world_size=2)
+        with pytest.raises(RunError, match="Sync=FAILED"):
+            ddp_utils.sync_of(model, 5, on_gpus)
         copy_weights(model, model.state_dict(), world)
-        ddp_utils.assert_in_sync(model)
+        assert ddp_utils.sync_of(model, 5, on_gpus) == "OK"
+        ddp_utils.assert_in_sync(model, 3)
 
 
 def check_lost_best(world) -> None:

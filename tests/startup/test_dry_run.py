@@ -12,12 +12,15 @@ from tiny_models import BUILDS
 
 import startup.run
 import train_gpt2
+import train_hrm
 from cli.errors import UserError
-from model import GPT2, use_device
+from ddp_utils import list_checkpoints, read_checkpoint
+from model import GPT2, HRM, use_device
 from ops import attention
 from ops.device import compute_dtype
 from prepare.pipeline import prepare
 from startup import dry_run
+from startup.run import resolve_flags
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # the GPU is not touched
 LARGER = {"seq_len": 64, "n_head": 4, "d_model": 64}
@@ -95,40 +98,73 @@ def test_fragmentation_takes_more_on_a_cpu():
 
 @pytest.mark.parametrize("gigabytes, mode, fitting, advised", [
     (80, "selective", ": none, selective", "fits"), (0.5, "selective", ": selective", ""),
-    (0.5, "none", ": selective", "--batch or --checkpoint-activations selective"),
-    (0.01, "none", "", "zero3 with --checkpoint-activations block")])
+    (0.5, "none", ": selective", "--batch 2 or --checkpoint-activations selective"),
+    (80, "auto", ": none, selective", "fits"), (0.5, "auto", ": selective", "fits"),
+    (0.12, "auto", "", "--batch 4 or"), (0.01, "none", "", "zero3 with --checkpoint-activations block")])
 def test_each_recomputation_that_fits_is_named(monkeypatch, gigabytes, mode, fitting, advised):
     """With 1 GB of activations without any, 0.1 with `selective`; `block` cannot be counted."""
     kept, said = {"none": 1e9, "selective": 1e8}, []
     monkeypatch.setattr(dry_run, "kept_for_backward", lambda *given: kept[given[4]])
     monkeypatch.setattr(dry_run, "machine", lambda *_: (1, gigabytes))
-    flags = "--data stdlib --tokenizer bytes --checkpoint-activations".split()
-    dry_run.dry_run(GPT2, flags_of(train_gpt2, [*flags, mode]), said.append)
+    flags = f"--data stdlib --tokenizer bytes --dry-run 1x1 --checkpoint-activations {mode}"
+    flags = flags_of(train_gpt2, flags.split())
+    dry_run.dry_run(GPT2, flags, said.append)
     assert said[-2].endswith(fitting) and advised in said[-1]
+    assert mode != "auto" or flags.checkpoint_activations == ("none" if gigabytes == 80 else "selective")
+
+
+@pytest.mark.parametrize("gigabytes, mode", [(24, "block"), (40, "block"), (80, "block"), (141, "selective"),
+                                             (200, "none")])
+def test_a_run_takes_the_fastest_that_fits(monkeypatch, gigabytes, mode):
+    """HRM 1b with 64 activations at a time, of 153, 96 and 27 GB. Without GPUs it's that of the size."""
+    kept = {"none": 134e9, "selective": 77e9, "block": 9e9}
+    monkeypatch.setattr(dry_run, "kept_for_backward", lambda *given: kept[given[4]])
+    run = SimpleNamespace(model_class=HRM, world=SimpleNamespace(device=GPU))
+    flags = "--size 1b --data stdlib --tokenizer bytes".split()
+    assert flags_of(train_hrm, flags).checkpoint_activations == "block"
+    for module in (dry_run, startup.run):
+        monkeypatch.setattr(module, "uses_gpus", lambda args: True)
+    monkeypatch.setattr(dry_run, "machine", lambda *_: (8, 0))
+    run.args = flags_of(train_hrm, flags)
+    _, taken, needs = dry_run.before_data(run, {}, gigabytes)
+    assert taken == mode and re.fullmatch("none needs .* GB, selective needs .* GB, block needs .* GB", needs)
+
+
+def test_a_resumed_run_keeps_what_it_recomputes(monkeypatch, shards, tmp_path):
+    """Also where another mode would be faster by now, because compiled modes round differently on GPUs."""
+    done = TRAINERS["hrm"].train(0, shards, tmp_path, steps=1, checkpoint_activations="selective")
+    assert done.code == 0, done.out
+    path, = list_checkpoints(tmp_path)
+    monkeypatch.setattr(startup.run, "uses_gpus", lambda args: True)
+    for given, mode in ("", "selective"), ("auto", "selective"), ("none", "none"):
+        flags = ["--checkpoint-activations", given] if given else []
+        command = train_hrm.parse_args(flags)
+        saved = read_checkpoint(path) | {"path": str(path), "tokenizer_flag": None}
+        assert resolve_flags(command, saved).checkpoint_activations == mode
+        assert resolve_flags(command).checkpoint_activations == (given or "auto")
 
 
 def test_memory_is_asked_before_data_are_prepared(monkeypatch, tmp_path, corpus, capsys):
-    """On GPUs alone. What fits is said; only what is far from it is refused, never if the data are there."""
+    """On GPUs alone. What fits is said; only what is far from it is refused,
+    but not if the data are there."""
     monkeypatch.chdir(tmp_path)
     data = f"text:{corpus}"
     flags = ("--size", "tiny", "--no-compile", "--tokenizer", "bytes", "--data", data)
 
     def ask(share: float, *more, device=GPU) -> str:
-        monkeypatch.setattr(dry_run, "machine", lambda *_: (1, needed / share))
         run = SimpleNamespace(args=flags_of(train_gpt2, [*flags, *more]), model_class=GPT2,
-                              world=SimpleNamespace(is_rank0=True, device=device))
-        assert dry_run.before_data(run, {}) > 20e5
+                              world=SimpleNamespace(device=device))
+        assert dry_run.before_data(run, {}, needed / share)[0] > 20e5
         return capsys.readouterr().out
 
-    monkeypatch.setattr(dry_run, "machine", lambda *_: (1, 100))
-    needed = dry_run.dry_run(GPT2, flags_of(train_gpt2, [*flags]), str) * 100
+    needed = dry_run.dry_run(GPT2, flags_of(train_gpt2, [*flags]), str, 100)[0] * 100
     assert not ask(0.5) and "120%" in ask(1.2)
     with pytest.raises(UserError, match="140%.* --batch"):
         ask(1.4)
     assert not ask(1.4, device=CPU) and not ask(1.4, "--eval-only") and not ask(1.4, "--batch", "1")
     prepare(data, None, "bytes")
     capsys.readouterr()
-    assert not ask(9)
+    assert "900%" in ask(9) and not ask(0.5)
 
 
 def test_a_trainer_asks_before_it_prepares(monkeypatch, tmp_path, corpus):

@@ -59,7 +59,7 @@ def test_the_plan_of_a_run(world, loss):
     dataset = SimpleNamespace(train=SimpleNamespace(rows=60, num_tokens=480), val={}, val_splits=(), short={},
                               name="d" * 90, loss=loss)
     run = SimpleNamespace(world=world, dataset=dataset, say=said.append, size_defaults={},
-                          steps=300, global_batch=16, batch=8, grad_accum=2)
+                          steps=300, global_batch=16, batch=8, grad_accum=2, needs="")
     state.model.__class__ = type("FSDPHRM", (HRM,), {})  # as in shards
     say_plan(run, state, SimpleNamespace(settings=settings, val_tokens=0, entropy=3.0), "run directory",
              Counter(["a GPU"]), True)
