@@ -169,7 +169,6 @@ def launch(main):
 
 def end_lost(cause: str):
     """Ends this process from another thread, because the main thread waits for a rank that is lost."""
-    process.exit_code = 1
     time.sleep(1.0 if local_rank() > 0 else 0.0)  # if local rank 0 ends too, torchrun ends this process here
     print(f"error: {cause}", file=sys.stderr, flush=True)
     wait_for_writing()
@@ -983,7 +982,7 @@ class StopVote:
         """Whether torchrun was killed: then this process has another parent."""
         return self._torchrun not in (None, os.getppid())
 
-    def _tell_launcher(self, what: str, ask: str = "") -> bool:
+    def _tell_launcher(self, what: str, ask: str = "") -> bool | None:
         """Tells cluster/ddp_launch.sh with a range of nodes how far this start came. Returns whether it asks
         for something: it stops a run that other nodes wait for.
         """
@@ -991,7 +990,6 @@ class StopVote:
         with suppress(OSError):
             (directory / what).touch()
             return (directory / ask).is_file()
-        return False
 
     def vote(self) -> int:
         """Starts a vote. Returns the result of the previous one: a signal that some rank got, or 0."""

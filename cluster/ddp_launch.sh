@@ -10,8 +10,9 @@
 # meet, or the run failed. The same line resumes from the newest checkpoint, so a loop around it brings a node
 # back, as in trainer@.service. NNODES=1 needs only GPUS_PER_NODE.
 #
-# With NNODES=2:5 the other nodes may leave and come back, see docs/clusters.md: node 0 starts with those that are
-# here, once none has come for MEET_SECONDS (30), and takes in those that come later after ADMIT_SECONDS (600).
+# With NNODES=2:5 the other nodes may leave and come back, see docs/clusters.md. Node 0 starts with those that are
+# here, once none has come for MEET_SECONDS (30), and takes in those that come later after ADMIT_SECONDS (600). The
+# launchers meet at MASTER_PORT, and torchrun uses the port beside it. Exit code 1 also if this node was stopped.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # started with sh
 set -euo pipefail
 
@@ -54,12 +55,12 @@ fi
 [[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
 
-dies_with_this=(env)
+dies_with_this=(env) # else torchrun would train on alone
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")") # also if this is a symbolic link
 port=$((10#$MASTER_PORT)) nodes=$((10#$fewest)) patience=$((10#$PREFLIGHT_TIMEOUT)) trained=no barrier=20
 if [[ $fewest != "$most" ]]; then
     nodes+=:$((10#$most)) patience=inf barrier=1
-    command -v setpriv >/dev/null && dies_with_this=(setpriv --pdeathsig TERM) # torchrun would train on alone
+    command -v setpriv >/dev/null && dies_with_this=(setpriv --pdeathsig TERM env --default-signal=INT)
 fi
 
 meet() {
@@ -104,7 +105,7 @@ fi
 # A range of nodes: meet, train and meet again, until the run is complete or this node is stopped. The trainer
 # writes into LAUNCHER_DIR how far it came, see StopVote in ddp_utils.py.
 base=$(mktemp -d) torchrun='' meeting='' stopped=''
-trap 'kill -s INT $meeting 2>/dev/null || true; rm -rf "$base"' EXIT # node 0's tells the nodes that wait
+trap 'kill -s INT $meeting 2>/dev/null && wait "$meeting" || true; rm -rf "$base"' EXIT # it tells the nodes that wait
 for name in TERM INT HUP QUIT USR1 USR2 XCPU; do
     # shellcheck disable=SC2064  # the name of now
     trap "stopped=yes; [[ -n \$torchrun ]] || exit 130; kill -s $name \$torchrun || true" "$name"
@@ -119,7 +120,7 @@ while :; do
     wait "$meeting" || exit "$?"
     meeting=''
     read -r rank count newcomer interface <"$base/place"
-    LAUNCHER_DIR=$(mktemp -d -p "$base")
+    LAUNCHER_DIR=$(mktemp -d "$base/XXXXXX")
     if ((10#$NODE_RANK == 0)); then # the next meeting begins now, so that newcomers hear when it will be
         meet >"$base/place" &
         meeting=$!

@@ -26,9 +26,8 @@ from cluster import roll_call
 OF_NODES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")  # torchrun sets these, too
 _joins = itertools.count()  # this process may call main() again
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # otherwise torchrun shares its own with the processes
-HOW_TO_RESUME = ("ddp_launch.sh goes on from the newest checkpoint" if os.environ.get("LAUNCHER_DIR") else
-                 "fix that and start the same command again on every node; it resumes from the newest "
-                 "checkpoint")
+HOW_TO_RESUME = ("fix that and start the same command again on every node (ddp_launch.sh with a range of "
+                 "nodes does it by itself); it resumes from the newest checkpoint")
 
 
 def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
@@ -58,8 +57,8 @@ def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
                        "If it says nothing, check MASTER_ADDR, MASTER_PORT and its firewall.") from None
     several_nodes = world_size > from_launcher("LOCAL_WORLD_SIZE", 1)
     if several_nodes and shared and from_launcher("TORCHELASTIC_MAX_RESTARTS"):
-        raise UserError("--max-restarts on several nodes needs a store for each start: export "
-                        f"{OWN_STORE}=1 on every node before torchrun.")
+        raise UserError("--max-restarts on several nodes needs a store for each start: give torchrun "
+                        f"--rdzv-backend=c10d, and export {OWN_STORE}=1 on every node before.")
     # torch counts restarts only on nodes whose own process failed
     attempt = 0 if several_nodes else env.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {attempt}, {next(_joins)}", store)

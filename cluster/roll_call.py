@@ -118,16 +118,16 @@ def call_roll(name: str, address: str, port: int, own: dict, seconds: float, tra
         try:
             connection.settimeout(5)
             hello = json.loads(connection.makefile().readline(1000))
-            rank, gpus, host = hello["node_rank"], hello["gpus"], f"{hello['host']} ({peer[0]})"
+            rank, gpus, host = int(hello["node_rank"]), hello["gpus"], f"{hello['host']} ({peer[0]})"
         except (OSError, ValueError, KeyError, TypeError):  # not one of our nodes
             return connection.close()
         repeated = rank in here
         if repeated:
             bad = (f"NODE_RANK={rank} was given to both {here[rank]['host']} and {host}: give each node its "
                    "own.")
-        elif hello["nodes"] != own["nodes"]:
-            bad = (f"NNODES is {own['nodes']} on node 0 and {hello['nodes']} on node {rank}, {host}: make "
-                   "them equal.")
+        elif hello.get("nodes") != own["nodes"]:
+            bad = (f"NNODES is {own['nodes']} on node 0 and {hello.get('nodes')} on node {rank}, {host}: "
+                   "make them equal.")
         elif varies and gpus != own["gpus"]:
             bad = (f"GPUS_PER_NODE is {own['gpus']} on node 0 and {gpus} on node {rank}, {host}: a range of "
                    "nodes needs the same on all.")
@@ -144,8 +144,8 @@ def call_roll(name: str, address: str, port: int, own: dict, seconds: float, tra
             if training:
                 left = max(0, began + admit - came)
                 clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-                send([connection], {"say": f"node 0 is training: the next start is at {clock}, or "
-                                              "when this one ends"})
+                send([connection], {"say": f"node 0 is training: you join at {clock}, or earlier if the run "
+                                              "stops"})
             return
         if not varies:
             connections[connection] = rank
@@ -169,7 +169,7 @@ def call_roll(name: str, address: str, port: int, own: dict, seconds: float, tra
                     break
             elif varies and now > next_word:
                 next_word = now + 60
-                say(word := f"{len(here)} of at least {fewest} nodes are here")
+                say(word := f"waiting for {fewest - len(here)} more of at least {fewest} nodes")
                 send(connections, {"say": word})
             if now > began + seconds:
                 missing = [f"node {rank}" for rank in range(most) if rank not in here]
@@ -185,7 +185,7 @@ def call_roll(name: str, address: str, port: int, own: dict, seconds: float, tra
             if server in readable:
                 receive()
         order = sorted(here)
-        trained = {rank for rank in order if here[rank]["trained"]}
+        trained = {rank for rank in order if here[rank].get("trained")}
         verdict = {"go": order, "new": [rank for rank in order if rank and trained and rank not in trained]}
     except Problem as problem:
         verdict = {"wrong": str(problem)}
@@ -250,7 +250,8 @@ def main() -> None:
     if rank == 0 and not is_ours(address):
         raise Problem(f"MASTER_ADDR {address} is not an address of this machine, but NODE_RANK=0 makes it "
                       "node 0: correct one of them, see `ip -4 addr`.")
-    interface = interface_of(address_towards(address))
+    if seconds < math.inf:  # else it waits for the network, as for node 0
+        address_towards(address)
     if several and address.startswith("127.") and name not in (address, "localhost"):
         raise Problem(f"MASTER_ADDR {name} is {address} on this machine, which no other can reach: give the "
                       "address of its network card, see `ip -4 addr`.")
@@ -259,7 +260,8 @@ def main() -> None:
     verdict = (answer(address, port, hello, seconds) if rank else
                call_roll(name, address, port, hello, seconds, training))
     place, new = verdict["go"].index(rank), verdict["new"]
-    print(place, len(verdict["go"]), "self" if rank in new else "others" if new else "nobody", interface)
+    print(place, len(verdict["go"]), "self" if rank in new else "others" if new else "nobody",
+          interface_of(address_towards(address)))
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
     if global_batch % unit:
         low = global_batch // unit * unit
         fits = " or ".join(str(n) for n in (low, low + unit) if n > 0)
-        raise UserError(f"a global batch of {global_batch} sequences cannot be divided among the processes "
-                        f"(by {unit}): use --global-batch {fits}.")
+        raise UserError(f"a global batch of {global_batch} sequences is not a multiple of {unit}, so it "
+                        f"cannot be divided among the processes: use --global-batch {fits}.")
     share = global_batch // world_size
     micro = micro_batch_of(share, batch, grad_accum, largest)
     if not micro:
