@@ -27,9 +27,10 @@ from startup.plan import plan_batch
 from startup.run import resolve_flags
 
 MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
-# The size that was timed, its tokens per second and peak GB: bench/results/2026-11-27-gpu-h200.md
-MEASURED = {"gpt2": ("gpt2", 507_582, "23.3 (64 x 1024)"), "hrm": ("1b", 20_163, "23.8"),
-            "mlm": ("base", 352_771, "20.7")}
+# The size that was timed, its tokens per second, peak GB and commit: bench/results/2026-11-27-gpu-h200.md. The
+# HRM recomputed with `selective`, which is what `auto` takes on an H200.
+MEASURED = {"gpt2": ("gpt2", 507_582, "23.3 (64 x 1024)", "42aa566"), "hrm": ("1b", 24_153, "90.5", "5aebec8"),
+            "mlm": ("base", 352_771, "20.7", "5aebec8")}
 # The host took 57.5 ms to launch the 12 blocks of GPT-2; 22 blocks of the MLM took 92.9 ms in all
 CALL_SECONDS = 0.004
 H200, RTX_3090 = PEAK_TFLOPS[r"\bH200\b"], PEAK_TFLOPS["RTX 3090$"]
@@ -65,7 +66,7 @@ def tokens_of(row: dict) -> str:
 def hours(trainer: str, size: str, gpus: int, peak: float = H200) -> float:
     """Predicted from the size that was timed. `peak` is the GPU's, in TFLOP/s."""
     row = sizes_of(trainer)[size]
-    timed, speed, _ = MEASURED[trainer]
+    timed, speed, *_ = MEASURED[trainer]
     seconds = tokens(row) / (speed * gpus * peak / H200)
     if size != timed:
         seconds *= flops(trainer, size) / flops(trainer, timed)
@@ -76,11 +77,12 @@ def hours(trainer: str, size: str, gpus: int, peak: float = H200) -> float:
     return seconds / 3600
 
 
-def memory(trainer: str, size: str) -> float:
-    """GB of each process with --strategy ddp, predicted."""
+def memory(trainer: str, size: str) -> tuple[float, str]:
+    """GB of each process with --strategy ddp, predicted, and what it recomputes."""
     torch.compiler.reset()  # forgets the size before
     args, example = options(trainer, size)
-    return 141 * dry_run(MODELS[trainer], args, lambda text: None, **example)
+    share, _ = dry_run(MODELS[trainer], args, lambda text: None, **example)
+    return 141 * share, args.checkpoint_activations
 
 
 def rounded(value: float) -> str:
@@ -92,8 +94,9 @@ def line(trainer: str, size: str) -> str:
     row = sizes_of(trainer)[size]
     timed, *measured = MEASURED[trainer]
     cells = [f"{trainer} `{size}`", tokens_of(row), f"{row['steps']:,}"]
-    cells += [f"{measured[0]:,}", measured[1]] if size == timed else ["", ""]
-    cells += [rounded(memory(trainer, size)), *(rounded(hours(trainer, size, gpus)) for gpus in (1, 8))]
+    cells += [f"{measured[0]:,}", *measured[1:]] if size == timed else ["", "", ""]
+    needed, recomputed = memory(trainer, size)
+    cells += [rounded(needed), recomputed, *(rounded(hours(trainer, size, gpus)) for gpus in (1, 8))]
     return f"| {' | '.join(cells)} |"
 
 
@@ -103,8 +106,8 @@ def main() -> None:
     parser.add_argument("trainer", nargs="?", choices=MODELS)
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help="sizes of this trainer (all)")
     args = parser.parse_args()
-    print("| `--size` | tokens | steps | measured tokens/s | measured GB | predicted GB | predicted hours, "
-          "1 H200 | 8 H200 |\n" + "|---" * 8 + "|", flush=True)
+    print("| `--size` | tokens | steps | measured tokens/s | measured GB | commit | predicted GB | "
+          "recomputed | predicted hours, 1 H200 | 8 H200 |\n" + "|---" * 10 + "|", flush=True)
     for trainer in [args.trainer] if args.trainer else MODELS:
         sizes = sizes_of(trainer)
         if unknown := set(args.sizes) - sizes.keys():
