@@ -44,6 +44,7 @@ from ddp_utils import (
     World,
     all_gather,
     assert_family,
+    assert_in_sync,
     assert_same,
     config_of,
     connect,
@@ -387,7 +388,7 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
            "loss_on": dataset.loss, "seed": args.seed, "torch": str(torch.__version__),
            "settings": json.loads(to_json(settings))}
     if run.saved:
-        compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
+        compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say, run.given)
     return now
 
 
@@ -409,6 +410,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
         signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
+    run.state, run.meta = state, meta
     step, samples = run.checkpoints.resume(run.saved, state)
     settings = meta["settings"]
     dataset.check_sets()  # a trainer may have added some without change_data
@@ -464,14 +466,18 @@ def sample(state: TrainState, run: Run, step: int):
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
-    """Waits for the last checkpoint and says how the run has ended."""
+    """Saves the last step if the loop hasn't, as after a stop of one's own. Waits for the last checkpoint
+    and says how the run has ended. All ranks call this.
+    """
     world, checkpoints = run.world, run.checkpoints
     stopping = stop.agreed
     memory = max(all_gather(memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
-    in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
-    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
-              f"{in_sync}; the run is in {log.out}")
+    if step > 0 and step != checkpoints.saved_step:
+        checkpoints.save(step, run.state, run.meta | run.metrics.state_dict())
+    # once more, because the trainer may have changed parameters since the last save
+    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters of "
+              f"all ranks were {assert_in_sync(run.state.model)}; the run is in {log.out}")
     if stopping:
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")
