@@ -18,6 +18,7 @@ from dataclasses import replace
 from cli.errors import UserError
 from cli.flags import Command, flag_fields
 from ddp_utils import config_of
+from prepare.pipeline import LIMITS
 
 NEW = ("out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
        "num_samples list_presets wanted_batch largest_batch").split()
@@ -25,7 +26,6 @@ RECORDED = "tokenizer resume".split()  # NEW, but config.json has them among the
 PLANNED = "global_batch batch grad_accum".split()
 FIXED = "seq_len loss_on seed size optimizer trainer ema init_from".split()  # see compare_with_saved
 FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configuration, but KEPT
-LIMITS = "max_tokens max_samples min_words".split()  # KEPT for the same --data
 # Another value of these changes no step, so it may be given when none is left
 SHOWN = ("steps epochs batch grad_accum data tokenizer max_tokens max_samples min_words resume strategy "
          "fast checkpoint_activations log_every eval_every eval_batches eval_cycles EVAL_RATE save_every "

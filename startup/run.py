@@ -36,7 +36,7 @@ from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
 from cli.files import to_json
 from cli.flags import SHARDED, Command, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from data import Dataset, directory_of, packed_row_length, sources_of, unigram_entropy
+from data import Dataset, packed_row_length, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
@@ -65,11 +65,11 @@ from loggers.mfu import MFU
 from loggers.wandb import require_wandb
 from model import ConfigError, num_params, pad_vocab
 from ops.device import compiles, compute_dtype
-from prepare.pipeline import locate
+from prepare.pipeline import LIMITS, directory_of, locate
 from startup.directory import RunLock, project_files, run_directory, run_files, say_changes
 from startup.dry_run import before_data
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
-from startup.resume import FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
+from startup.resume import FREE_FIELDS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
 from training.step import TrainState
 from training.strategies import build_model, copy_weights, refuse_together
 from vocab.vocabulary import tokenizer_id
@@ -127,7 +127,7 @@ def resolve_flags(command: Command, saved: dict | None = None, weights: dict | N
     flags |= dict.fromkeys(PLANNED + LIMITS if saved and not own_data else PLANNED) | given
     flags["wanted_batch"] = recipe["global_batch"]
     sources = sources_of(flags["data"])
-    length = None if own_data else packed_row_length(directory_of(sources[0], flags["tokenizer"]))
+    length = None if own_data else packed_row_length(directory_of(sources[0], flags))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
     if own_data:
         flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
@@ -288,7 +288,7 @@ def load_data(run: Run, **more) -> Dataset:
         limits = {name: getattr(args, name) for name in LIMITS}
         watch = process.heartbeat.raise_if_lost if process.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
-                              **limits) for source in sources_of(args.data)]
+                              run.say, **limits) for source in sources_of(args.data)]
         if process.launched:
             signal.signal(signal.SIGINT, handler)
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
@@ -413,7 +413,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     run.state, run.meta = state, meta
     step, samples = run.checkpoints.resume(run.saved, state)
     settings = meta["settings"]
-    dataset.check_sets()  # a trainer may have added some without change_data
+    dataset.check_sets(model.config.vocab_size)  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
