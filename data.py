@@ -28,7 +28,6 @@ import inspect
 import itertools
 import math
 import mmap
-import os
 import re
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -68,18 +67,19 @@ def open_shard(path: Path) -> np.ndarray:
     try:
         with oserror_as_retryable(path), open(path, "rb") as file:
             content = map_file(file)
-        header = np.frombuffer(content[:HEADER_BYTES], dtype="int32")
+        header = np.frombuffer(content[:HEADER_BYTES].ljust(HEADER_BYTES), dtype="int32")
         size = len(content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "too short")
         raise UserError(f"{path} cannot be read ({reason}): {HOW_TO_RESTORE}")
     dtype = next((d for d, magic in FORMATS.items() if tuple(header[:2]) == magic), None)
-    if dtype is None or len(header) < 256:
-        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. To "
-                        "convert a nanoGPT file, make a directory x and run python -c \"import numpy; "
-                        "from pathlib import Path; from prepare.packing import write_shard; write_shard("
-                        "Path('x/train_000000.bin'), [numpy.fromfile('train.bin', 'uint16')], 'uint16')\", "
-                        "and likewise for val.bin with x/val_000000.bin.")
+    if dtype is None:
+        raise UserError(f"{path} is not a shard: the header that data.py and llm.c write is missing. Has it "
+                        "2 bytes for each id (uint16, as nanoGPT's) or 4 (int32)? To convert it, make a "
+                        "directory x and run python -c \"import numpy; from pathlib import Path; from "
+                        "prepare.packing import write_shard; write_shard(Path('x/train_000000.bin'), ["
+                        "numpy.fromfile('train.bin', 'uint16')], 'uint32')\", and likewise for val.bin with "
+                        "x/val_000000.bin (.npy: numpy.load('train.npy').ravel(); .idx: its .bin).")
     expected = HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize  # bytes
     if size != expected:
         raise UserError(f"{path} has {size} bytes instead of {expected}: {HOW_TO_RESTORE}")
@@ -242,6 +242,8 @@ class Masker:
         """Masks x (B, T) in place. Returns the picked positions, ascending, and their labels, int64 (B, K)
         each. If a row has fewer than K ordinary tokens, the other labels are −1, which the loss ignores.
         """
+        if x.max() >= len(self.special):
+            raise ValueError(f"the tokenizer has no id {x.max()}: set dataset.masker_class in change_data.")
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
         hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
         order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
@@ -335,7 +337,7 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     """
     labels = []
     for shards in sets:
-        if not shards.label_mask:
+        if type(shards) is Shards and not shards.label_mask:
             shards = Shards(shards.paths, 1, tokenizer=shards.tokenizer)
         _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
         labels.append(y[y >= 0])
@@ -429,13 +431,16 @@ class Dataset:
             shards.byte_ratio = 1 if abs(ratio - 1) < 5e-4 else ratio
         self.manifest = [*manifests.values()][-1]  # of the last directory
         # if these differ, a document that is in two directories may be both trained on and held out
-        self.val_splits = {split for manifest in manifests.values()
-                           if (split := str(manifest["settings"].get("val_split"))).startswith("hash:")}
+        self.val_splits = {split if split.startswith("hash:") else f"{split} of {directory}"
+                           for directory, manifest in manifests.items()
+                           if (split := manifest["settings"].get("val_split"))}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
-    def check_sets(self):
-        """Raises UserError if a set that a trainer has put here has no rows, or ids of another tokenizer."""
+    def check_sets(self, ids: float = math.inf):
+        """Raises UserError if a set that a trainer has put here has no rows, or ids of another tokenizer.
+        From now on reading it raises ValueError for what isn't one of a model's `ids`.
+        """
         for rows in (self.train, *self.val.values()):
             if not rows.rows:
                 raise UserError("this trainer's change to the data leaves a set without rows: keep some "
@@ -446,6 +451,7 @@ class Dataset:
                 raise UserError(f"{rows.paths[0].parent} has another tokenizer than the data of this run, or "
                                 "only one of them has pairs: prepare both alike, with the same "
                                 "tokenizer.json.")
+            rows.ids = ids
             read_rows(rows, np.arange(1))  # raises if it cannot be read
 
     def too_short(self) -> str:
@@ -513,10 +519,11 @@ def read_rows(shards: Shards, rows: np.ndarray, epochs: np.ndarray | None = None
     y = np.empty(x.shape, np.int32)
     if epochs is None:
         epochs = 0 * rows
-    if "epochs" in inspect.signature(shards.take).parameters:  # a trainer's own Shards may want them
-        shards.take(rows, x, y, epochs)
-    else:
-        shards.take(rows, x, y)
+    wanted = inspect.signature(shards.take).parameters  # a trainer's own Shards may want epochs
+    shards.take(rows, x, y, *[epochs] * ("epochs" in wanted))
+    if x.dtype.kind == "f" or x.min() < 0 or max(x.max(), y.max()) >= getattr(shards, "ids", math.inf):
+        raise ValueError(f"rows have {x.dtype} from {x.min()} to {x.max()} and labels to {y.max()}, but a "
+                         "model takes ids: whole numbers from 0 on, below dataset.vocab_size of change_data.")
     return [x, *masker(x, rows, epochs)] if masker else [x, y]
 
 
@@ -626,28 +633,6 @@ FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader 
 def default_tokenizer(dataset: str) -> str:
     """The tokenizer of a source if --tokenizer is not given."""
     return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
-
-
-def default_directory(dataset: str, tokenizer: str) -> Path:
-    """shards/<source>-<tokenizer>, such as shards/quijote-bpe4096 for text:books/quijote.txt."""
-    prefix, _, where = dataset.partition(":")
-    source = dataset if prefix == "task" else where or prefix
-    if prefix in FILE_PREFIXES:  # books/*.txt is named `books`
-        path = Path(where)
-        source = next((p for p in (path.stem, *reversed(path.parts[:-1])) if re.search(r"\w", p)), prefix)
-    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
-        path = Path(tokenizer)
-        named = (part for part in (path.stem, *reversed(path.parts[:-1])) if part not in ("tokenizer", "hf"))
-        tokenizer = next(named, "tokenizer")
-    tokenizer = tokenizer.replace(":", "")
-    return Path("shards", re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer}").strip("-"))
-
-
-def directory_of(data: str, tokenizer_name: str | None) -> Path:
-    """The directory of a trainer's --data: itself, or the one that a source is prepared in."""
-    if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
-        return Path(data)
-    return default_directory(data, tokenizer_name or default_tokenizer(data))
 
 
 def main():

@@ -428,18 +428,22 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def assert_in_sync(model: nn.Module, step: int | None = None, training: bool = True):
+def assert_in_sync(model: nn.Module, step: int | None = None, training: bool = True) -> str:
     """Compares unsharded parameters and persistent buffers across ranks, bit for bit. Raises RunError if they
     differ. The log shows `step`, the number of steps that are done. `training` says whether it has begun;
-    before that, only the trainer can have changed them.
+    before that, only the trainer can have changed them. Returns "in shards" if parameters were not compared
+    because they are, otherwise "in sync".
     """
-    tensors = {name: t for name, t in model.state_dict().items() if not isinstance(t, DTensor)}
+    state = model.state_dict()
+    tensors = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
     buffers = dict(model.named_buffers())
     names = sorted(tensors, key=lambda name: name in buffers)  # parameters first
     if names and (odd := find_mismatch(torch.stack([bit_sum(tensors[name]) for name in names]).tolist())):
         name = names[odd[0]]
-        cause = ("check the memory and the libraries of that node (different processors round differently: "
-                 "with --optimizer muon they need --strategy zero1); the last checkpoint was in sync.")
+        cause = ("if the trainer was edited, a rank may use a value of its own, such as the time: let all "
+                 "take rank 0's, ddp_utils.all_gather(value)[0]. Otherwise check the memory and the "
+                 "libraries of that node (different processors round differently: with --optimizer muon they "
+                 "need --strategy zero1). Each checkpoint was in sync when it was saved.")
         if name in buffers:  # all parameters are the same, so this buffer was the first to differ
             cause = ("forward updates this buffer from the data of its own rank: sum the update over all "
                      "ranks with torch.distributed.all_reduce.")
@@ -450,6 +454,7 @@ def assert_in_sync(model: nn.Module, step: int | None = None, training: bool = T
         raise RunError(f"{name} on rank {odd[1]} differs from the other ranks (Sync=FAILED): {cause}")
     if step is not None:
         model.in_sync_at = step
+    return "in sync" if len(tensors) == len(state) else "in shards"
 
 
 def sync_of(model: nn.Module, step: int, world: World) -> str:
@@ -499,6 +504,10 @@ class Run:
     batch: int = field(init=False)  # sequences per micro-batch
     grad_accum: int = field(init=False)  # micro-batches per step, on each process
     checkpoints: "Checkpoints" = field(init=False)
+    # what end_run saves: start_run sets the first two, Metrics itself
+    state: "TrainState" = field(init=False)  # noqa: F821, from training/step.py, on a floor above
+    meta: dict = field(init=False)
+    metrics: "Metrics" = field(init=False)
 
     def say(self, text: str):
         """Prints `text` and appends it to train.log, on rank 0."""
@@ -786,10 +795,10 @@ class Checkpoints:
         """
         if step == self.saved_step:
             return
-        assert_in_sync(state.model, step)
+        found = assert_in_sync(state.model, step)
         world = self.world
         self.saved_step = step
-        say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | in sync, node 0 saves a checkpoint")
+        say_elsewhere(world, f"step {step}/{meta['settings']['steps']} | {found}, node 0 saves a checkpoint")
         # Until the last checkpoint is written, its copies are in use. That may take longer than --timeout, so
         # all ranks wait in many short collectives.
         while any(reduce_sum([not all(job.done() for job in process.unwritten)], world)):
@@ -1024,6 +1033,7 @@ class Metrics:
     def __init__(self, run: Run):
         world = run.world
         saved = run.saved or {"samples": 0, "loss": math.nan}
+        run.metrics = self
         self.world = world
         self._samples = saved["samples"]
         self._sums: dict[str, Tensor] = {}

@@ -27,10 +27,10 @@ from startup.plan import plan_batch
 from startup.run import resolve_flags
 
 MODELS = {"gpt2": model.GPT2, "hrm": model.HRM, "mlm": model.MLM}
-# The size that was timed, its tokens per second, peak GB and commit: bench/results/2026-11-27-gpu-h200.md. The
-# HRM recomputed with `selective`, which is what `auto` takes on an H200.
-MEASURED = {"gpt2": ("gpt2", 507_582, "23.3 (64 x 1024)", "42aa566"), "hrm": ("1b", 24_153, "90.5", "5aebec8"),
-            "mlm": ("base", 352_771, "20.7", "5aebec8")}
+# The size that was timed, its tokens per second, peak GB and commit: bench/results/2026-11-27-gpu-h200.md.
+# The HRM recomputed with `selective`, which `auto` takes on an H200.
+MEASURED = {"gpt2": ("gpt2", 507_582, "23.3 (64 x 1024)", "42aa566"),
+            "hrm": ("1b", 24_153, "90.5", "5aebec8"), "mlm": ("base", 352_771, "20.7", "5aebec8")}
 # The host took 57.5 ms to launch the 12 blocks of GPT-2; 22 blocks of the MLM took 92.9 ms in all
 CALL_SECONDS = 0.004
 H200, RTX_3090 = PEAK_TFLOPS[r"\bH200\b"], PEAK_TFLOPS["RTX 3090$"]

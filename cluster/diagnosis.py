@@ -3,11 +3,13 @@
 import os
 import re
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
 
 from cli.errors import UserError, first_line, from_launcher
+from cluster.heartbeat import SAME_COLLECTIVES, line_of
 
 # Programs that start several processes, by the variable with the number of processes
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec",
@@ -31,13 +33,13 @@ def diagnose(error: BaseException, heartbeat, show_traceback) -> tuple[int, str,
                   "sudo apt install g++ python3-dev, or give --no-compile.")
     elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
-    elif cause := heartbeat.find_cause():
-        return code, f"error: {cause}", ""
     else:
+        heartbeat.line = line_of(traceback.extract_tb(error.__traceback__))
+        if cause := heartbeat.find_cause():
+            return code, f"error: {cause}", ""
         show_traceback(error)
-        reason = first_line(error)
-        return code, (f"error: {reason}: all processes are alive, so one was busy for longer than --timeout, "
-                      "one cannot reach another, or the machine was suspended."), reason
+        reason = (f"all processes are alive ({heartbeat.places}): {SAME_COLLECTIVES} The error: "
+                  f"{first_line(error)}")
     return code, f"error: {reason}", reason
 
 

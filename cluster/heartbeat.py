@@ -3,8 +3,10 @@
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ _joins = itertools.count()  # this process may call main() again
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # otherwise torchrun shares its own with the processes
 HOW_TO_RESUME = ("fix that and start the same command again on every node (ddp_launch.sh with a range of "
                  "nodes does it by itself); it resumes from the newest checkpoint")
+SAME_COLLECTIVES = (
+    "in an edited trainer, ranks have nearly always taken different branches, but all must call the same "
+    "collectives in the same order, checkpoints.save and evaluate among them. If it was not edited, a rank "
+    "was busy, suspended or cut off from others: look there, or raise --timeout.")
 
 
 def join(timeout: float) -> tuple[int, int, dist.Store, "Heartbeat | None"]:
@@ -85,14 +91,22 @@ def address_towards(address: str) -> str:
     return "" if own.startswith("127.") else own
 
 
+def line_of(stack: traceback.StackSummary) -> str:
+    """The innermost line of a stack in the file that was started, "" if there is none."""
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    return next((f"at line {frame.lineno} of {script} ({frame.line})" for frame in reversed(stack)
+                 if frame.filename == script), "")
+
+
 @dataclass
 class Heartbeat:
     """Shows the other ranks that this one is alive, and finds the rank that made a collective fail.
 
-    A thread writes `name|time|state` to the store every BEAT seconds. The state is empty, `failed` or
-    `ended`. A rank that fails leaves its reason in the store. If a collective fails on a rank, it looks for
-    that reason, then for ranks with a time that stands still, then for busy ranks, with a state other than
-    `failed`. The first rank that finds the cause publishes it, so all ranks print the same sentence.
+    A thread writes `name|line|time|state` to the store every BEAT seconds. The line is where the trainer is,
+    or where it failed. The state is empty, `failed` or `ended`. A rank that fails leaves its reason in the
+    store. If a collective fails on a rank, it looks for that reason, then for ranks with a time that stands
+    still, then for busy ranks, with a state other than `failed`. The first rank that finds the cause
+    publishes it, so all ranks print the same sentence.
 
     A machine without power resets no connection, so a collective would wait for `--timeout`. The thread
     therefore watches the next rank, and calls `on_lost` if the main thread doesn't end the run by itself.
@@ -115,7 +129,7 @@ class Heartbeat:
         self.name = f"rank {self.rank} on node{os.environ.get('GROUP_RANK') or 0} ({HOST})"
         self.keys = [str(r) for r in range(self.world_size)]
         self.cause = self._own_cause = ""  # the store's sentence, and this rank's proposal
-        self._state = ""
+        self._state = self._place = self.line = ""  # `diagnose` sets the line of a failure
         self._waits = itertools.count()  # numbers the calls of run_and_wait, the same on all ranks
         self._seen = {}
         self._next_look = 0.0
@@ -275,7 +289,11 @@ class Heartbeat:
         return beat, first.endswith(b"|ended")
 
     def _beat(self):
-        self.store.set(self.keys[self.rank], f"{self.name}|{time.monotonic()}|{self._state}")
+        with suppress(Exception):  # the stack changes while it is read, and nothing may stop the beats
+            self._place = line_of(traceback.extract_stack(
+                sys._current_frames()[threading.main_thread().ident]))
+        self.store.set(self.keys[self.rank],
+                       f"{self.name}|{self.line or self._place}|{time.monotonic()}|{self._state}")
         if cause := self.store.compare_set("cause", "", self._own_cause):  # the first one stays
             self.cause = cause.decode()
 
@@ -294,11 +312,16 @@ class Heartbeat:
             time.sleep(self.BEAT / 4)
             self._beat()
             now = self.store.multi_get(self.keys)
+            places = [beat.decode().rsplit("|", 2)[0].split("|", 1) for beat in now]
+            self.places = joined([*{line: f"{name} {line}" for name, line in places}.values()])
             silent = [beat for beat in now if beat in before and not beat.endswith(b"|ended")]
             busy = [beat for beat in now if not beat.endswith((b"|failed", b"|ended"))]
             if not silent and not busy:
                 return
             if time.monotonic() > deadline:  # the next beat publishes the cause
-                self._own_cause = self._lost(silent) if silent else (
+                self._own_cause = (
+                    f"{self._lost(silent)} If the trainer was edited and that process aborted in gloo (its "
+                    "stack is above), ranks have taken different branches: this was noticed by "
+                    f"{self.name} {self.line}.") if silent else (
                     f"{self._names(busy)} did not take part within --timeout ({self.timeout:g} s), though "
-                    "alive, so it was busy or cut off from other ranks: look there, or raise --timeout.")
+                    f"alive ({self.places}): {SAME_COLLECTIVES}")

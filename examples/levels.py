@@ -23,6 +23,7 @@ from loggers.command import show_picture
 from loggers.picture import figure_class, save_picture
 from model import HRM
 from monitor import read_config
+from prepare.pipeline import directory_of
 from weights.use import load_run
 
 BATCH = 8  # rows
@@ -93,7 +94,7 @@ def main():
     if c.response < 0 or c.halt:
         raise UserError(f"{args.run} was trained on text or with --halt: name another run.")
     flags = config["settings"]
-    directories = [data.directory_of(source, flags["tokenizer"]) for source in data.sources_of(flags["data"])]
+    directories = [directory_of(source, flags) for source in data.sources_of(flags["data"])]
     sets = data.Dataset(directories, c.seq_len).val
     if not sets:
         raise UserError(f"{args.run} has no validation set: name another run.")

@@ -17,15 +17,7 @@ import numpy as np
 
 from cli.errors import RetryableError, UserError, joined, say
 from cli.files import cpu_count, lock_file, sha256_of, why_not_made, write_atomically
-from data import (
-    SHORT_NAMES,
-    default_directory,
-    default_tokenizer,
-    directory_of,
-    in_order,
-    read_manifest,
-    read_tokenizer,
-)
+from data import FILE_PREFIXES, SHORT_NAMES, in_order, read_manifest, read_tokenizer
 from prepare.packing import ShardWriter, shard_dtype, total, write_manifest
 from prepare.sources import (
     BLOCK,
@@ -38,6 +30,7 @@ from prepare.sources import (
     find_files,
     identity_of,
     pieces,
+    repository,
     stdlib_files,
 )
 from vocab.bpe import BPE_TRAIN_CHARS, train_bpe
@@ -47,7 +40,37 @@ from vocab.vocabulary import EOT
 # what to do about data without a validation set
 HOLD_OUT_MORE = ("into another directory, with --val-split hash:0.5 (for a text: source tail:0.1) or with "
                  "more documents")
+LIMITS = "max_tokens max_samples min_words".split()  # flags that leave out a part of the data
 LINE_EVERY = 30  # seconds between the lines that `prepare` prints if it shows no progress bar
+
+
+def default_tokenizer(dataset: str) -> str:
+    """The tokenizer of a source if --tokenizer is not given."""
+    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
+
+
+def directory_of(data: str, flags: dict) -> Path:
+    """The directory of a --data: itself, or the one that a source is prepared in with these flags, such as
+    shards/quijote-bpe4096 for text:books/quijote.txt. With --max-tokens 20k it is
+    shards/quijote-bpe4096-20000-tokens, so a smoke test doesn't decide what the next run reads.
+    """
+    if Path(data).is_dir() or (":" not in data and os.sep in data and not Path(data).is_file()):
+        return Path(data)
+
+    def name_of(path, no_name, otherwise):
+        names = (path.stem, *reversed(path.parts[:-1]))
+        return next((name for name in names if not re.fullmatch(no_name, name)), otherwise)
+
+    prefix, _, where = data.partition(":")
+    source = data if prefix == "task" else where or prefix
+    if prefix in FILE_PREFIXES:  # books/*.txt is named `books`
+        source = name_of(Path(where), r"\W*", prefix)
+    tokenizer = flags["tokenizer"] or default_tokenizer(data)
+    if os.path.exists(tokenizer):  # runs/any/hf/tokenizer.json is named `any`
+        tokenizer = name_of(Path(tokenizer), "tokenizer|hf", "tokenizer")
+    limits = "".join(f"-{flags[name]}-{name[4:]}" for name in LIMITS if flags.get(name))
+    return Path("shards",
+                re.sub(r"[^\w.]+", "-", f"{source}-{tokenizer.replace(':', '')}{limits}").strip("-"))
 
 
 def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = None,
@@ -57,7 +80,7 @@ def prepare(dataset: str, out: Path | None = None, tokenizer_name: str | None = 
     of workers changes the bytes. Raises UserError.
     """
     tokenizer_name = tokenizer_name or default_tokenizer(dataset)
-    out = Path(out or default_directory(dataset, tokenizer_name))
+    out = Path(out or directory_of(dataset, options | {"tokenizer": tokenizer_name}))
     settings = {"source": "", "tokenizer": tokenizer_name} | settings_of(dataset, **options)
     source = Source(dataset, settings)  # keeps this dict, which is completed below
     settings["source"] = source.identity
@@ -107,7 +130,7 @@ def settings_of(dataset: str, *, val_split: str | None = None, val_field: str | 
     prefix, _, where = dataset.partition(":")
     task = prefix == "task"
     if val_split is None:
-        files = find_files(where)
+        files = find_files(f"{repository(dataset)[0]}/**" if prefix == "hf" else where)
         # each text file is one document, so a few of them cannot be split by a hash
         few = prefix == "text" and not split_on and len(files) < 100
         small = (0 < sum(path.stat().st_size for path in files) < 4e7
@@ -285,13 +308,13 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 break
     if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
-    if settings.get("split_on") and not progress.divided:
-        say(f"WARNING: --split-on {settings['split_on']!r} does not occur in any file")
+    if undivided := [*progress.divided.values()].count(0):
+        say(f"WARNING: --split-on {settings['split_on']!r} isn't in {undivided} of {len(source.files)} files")
     if marks:
         say(f"note: {EOT} occurs {marks:,} times as plain text in the first 10M tokens; to divide a text: "
             f"source into documents there, use --split-on '{EOT}'")
     if progress.unread:
-        say(f"note: fields that were not read: {joined([*progress.unread])}")
+        say(f"note: fields and splits that were not read: {joined([*progress.unread])}")
     if not full and (without := progress.seen - counts["documents"]):
         say(f"note: {without:,} documents have no text or fewer words than --min-words")
 
@@ -405,16 +428,15 @@ def describe(manifest: dict) -> str:
 
 
 def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, watch=lambda: None,
-           row: int | None = None, **limits: int | None) -> Path:
-    """Returns directory_of(data), after preparing it if necessary, up to the limits max_tokens, max_samples
-    and min_words. Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError
-    if it was prepared with other limits. A limit of None counts as another one, unless `data` is a prepared
-    directory.
+           row: int | None = None, say=say, **limits: int | None) -> Path:
+    """Returns directory_of(data), after preparing it if necessary, up to `limits`, which has the LIMITS.
+    Without max_tokens, a source on the hub is prepared up to `useful` tokens. Raises UserError if it was
+    prepared with other limits. A limit of None counts as another one, unless `data` is a prepared directory.
 
     The first process of each node prepares. The others watch for the finished manifest instead of waiting in
     a collective, because preparing can take hours. Meanwhile, watch() raises an error if a process is lost.
     """
-    out = directory_of(data, tokenizer_name)
+    out = directory_of(data, limits | {"tokenizer": tokenizer_name})
     manifest = read_manifest(out)
     # without shards, `prepare` failed early and starts over
     settings = manifest["settings"] if manifest and manifest["shards"] else {}
@@ -424,16 +446,13 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
     endless = not max_tokens and (prefix in ("task", "hf") or data in SHORT_NAMES)
     for flag, limit in limits.items():
         before = settings.get(flag)
-        if limit is None and (prepared or endless and flag == "max_tokens"):  # for the latter, see the note
-            continue
-        if (settings or prepared) and (limit or 0) != (before or 0):
-            name = f"--{flag.replace('_', '-')}"
-            raise UserError(f"{out} was prepared with another {name} ({before}, now {limit}): "
-                            f"{f'give {name} {before}' if before else 'leave it out'} to use it as it is, "
+        # `out` is named after the limits, and for max_tokens of an endless source there is a note below
+        if limit != before and (limit if prepared else before and not (endless and flag == "max_tokens")):
+            raise UserError(f"{out} was prepared with another --{flag.replace('_', '-')} ({before}, now "
+                            f"{limit}): to use it as it is, give --data {out} without that flag; otherwise "
                             "delete that directory, or give data.py prepare another --out, and use that.")
     if prepared:
         return out
-    each = "" if prefix == "task" else ", 20 for each parameter"
     if prefix == "task":
         useful = TASK_TOKENS
         limits["row"] = row
@@ -448,17 +467,15 @@ def locate(data: str, tokenizer_name: str | None, useful: int, local_rank: int, 
         most = settings.get("max_tokens") or useful
         ended = manifest["complete"] and tokens < most
         if endless and useful > most and not ended:
-            say(f"note: {out} is prepared up to {most:,} tokens, and this model would take "
-                f"{useful:,}{each}: to get them, run python data.py prepare "
-                f"--dataset {data} --tokenizer {settings['tokenizer']} --max-tokens {useful} --out "
-                f"{out}-more, and give --data {out}-more (repeat the other flags of its prepare command)")
+            say(f"note: {out} is prepared up to {most:,} tokens, and this model would take {useful:,}: to "
+                f"get them, begin another run with --max-tokens {useful}")
         if manifest["complete"]:
             check_source(data, out, settings)
             return out
     else:
         settings = limits | {"max_tokens": useful if endless else max_tokens}
         if endless and useful:
-            say(f"{data} is prepared up to {useful:,} tokens{each}: --max-tokens chooses another number")
+            say(f"{data} is prepared up to {useful:,} tokens: --max-tokens chooses another number")
     for key in ("source", "tokenizer"):  # in the settings of an unfinished manifest
         settings.pop(key, None)
     return prepare(data, out, tokenizer_name, **settings)

@@ -24,13 +24,14 @@ import sysconfig
 import urllib.parse
 import urllib.request
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.errors import RetryableError, UserError, first_line, names_in, needed, oserror_as_retryable, say
 from cli.files import digest_json, sample_digest, sha256_of
-from data import FILE_PREFIXES, SHORT_NAMES, SOURCES
+from data import FILE_PREFIXES, SHORT_NAMES, SOURCES, open_shard
 
 BLOCK = 1 << 20  # bytes or characters per read; a piece has fewer than twice as many
 LONGEST = 64 * BLOCK  # limit on the characters of a field of a table, or of an object in an array
@@ -54,8 +55,8 @@ class Progress:
     done: int = 0  # bytes read, for the progress bar
     total: int | None = None  # bytes
     seen: int = 0  # documents that were read to their end, or skipped
-    divided: bool = False  # whether split_on occurred
-    unread: dict = field(default_factory=dict)  # names of fields that are not used, in their order
+    divided: Counter = field(default_factory=Counter)  # how often split_on occurred in each file
+    unread: dict = field(default_factory=dict)  # names of fields and splits that are not used, in their order
 
 
 @dataclass
@@ -129,11 +130,22 @@ class Source:
         # `document`, and whether a tsv has quotes
         self.reading = {}
         self.states = {}  # number of the next document → what `reading` gets from datasets
-        self.schema = None  # Arrow's schema, if there is one
+        self.take_schema(None)
         self.progress = Progress(total=sum(path.stat().st_size for path in self.files) or None)
         self.identity = identity_of(self)
         if self.tail and self.kind != "text":
             raise UserError("--val-split tail:F needs a text: source, with a known length: use hash:F.")
+
+    def take_schema(self, schema):
+        """Keeps Arrow's schema of what is read next (None: it has none), and for each of the fields that are
+        class labels the text of each value, from the metadata that datasets writes.
+        """
+        self.schema = schema
+        self.labels = {}
+        for name in self.fields:
+            with contextlib.suppress(Exception):  # there is no such metadata
+                names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][name]["names"]
+                self.labels[name] = dict(enumerate(names))
 
     @property
     def tail(self) -> float | None:
@@ -179,6 +191,8 @@ class Source:
                 inside = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
                 raise UserError(f"{where} has no field {name!r}, because {part!r} is not in {inside}: name "
                                 "another, or write a null where it is missing.")
+            if name in self.labels:
+                value = self.labels[name].get(value, value)
             if isinstance(value, float) and str(kind).endswith("float"):  # stored with 32 or 16 bits
                 value = float(str(kind.to_pandas_dtype()(value)))  # 4.2, not 4.199999809265137
             messages = self.pairs and number < 2 and self.fields[:2] == [name, name]
@@ -239,6 +253,8 @@ def find_source(dataset: str) -> tuple[str, list[Path]]:
     if dataset in SHORT_NAMES or prefix == "hf" and where:
         return "hub", find_files(f"{repository(dataset)[0]}/**")  # hf: may name a local directory
     if Path(dataset).is_file():
+        if dataset.endswith((".bin", ".idx", ".npy")):
+            open_shard(Path(dataset))  # raises another UserError unless it's a shard, which NO_TEXT has
         # [:4], so that .json means jsonl
         likely = next((kind for kind in FILE_PREFIXES if f".{kind[:4]}" in dataset.lower()), "text")
         with unpacked(Path(dataset)):  # raises another UserError if the file has no text
@@ -306,10 +322,11 @@ def read_text(source, progress):
         if not split_on:
             yield blocks, split
             continue
+        separator = re.escape(split_on).replace("\\\n", "\r?\n")  # a line end may be that of Windows
         rest = ""
         for block in blocks:
-            *texts, rest = (rest + block).split(split_on)
-            progress.divided |= bool(texts)
+            *texts, rest = re.split(separator, rest + block)
+            progress.divided[path] += len(texts)
             for text in texts:
                 yield [text], split
             if len(rest) > 64 * BLOCK:
@@ -475,7 +492,7 @@ def read_parquet(source, progress):
     for path in source.files:
         with readable(path):
             file = parquet.ParquetFile(path)
-            source.schema = file.schema_arrow
+            source.take_schema(file.schema_arrow)
             columns = source.check_fields(path, file.schema_arrow.names)
             for batch in file.iter_batches(1000, columns=columns):
                 yield from rows_of(source, path, batch.to_pydict())
@@ -498,9 +515,13 @@ def read_hub(source, progress):
             import datasets
             del os.environ["USE_TORCH"]
         import datasets  # takes 1.2 s
-        rows = datasets.load_dataset(name, configuration, split="train", streaming=True,
-                                     revision=source.reading.get("revision"))
-        source.schema = rows.features and rows.features.arrow_schema
+        splits = datasets.load_dataset(name, configuration, streaming=True,
+                                       revision=source.reading.get("revision"))
+        if "train" not in splits:
+            raise UserError(f"{name} has no split train, only {', '.join(splits)}: name files, jsonl:FILE.")
+        rows = splits.pop("train")
+        progress.unread |= dict.fromkeys(splits)
+        source.take_schema(rows.features and rows.features.arrow_schema)
         columns = source.check_fields(name, rows.column_names or next(iter(rows), source.fields))
         rows = rows.select_columns(columns)
         document = source.reading.get("document", 0)
@@ -562,6 +583,9 @@ NO_TEXT = {rb"\x28\xb5\x2f\xfd": "compressed: decompress it with zstd -d, and gi
            rb".{257}ustar|7z\xbc\xaf|Rar!\x1a": "an archive: unpack it, for example with tar xf, and give "
                                                   "the files in it",
            rb"%PDF-": "a PDF: convert it to text, for example with pdftotext",
+           # numpy's, Megatron's, and a shard (FORMATS)
+           rb"\x93NUMPY|MMIDIDX|[\x88\xa1][\xd8\xd9]4\x01":
+               "an array: leave out text: to read how to convert it, or give the directory of a shard",
            rb"PAR1": "a parquet file: put parquet: before its name",
            rb"\xff{4}.{3}\0": "an Arrow file, as save_to_disk writes it: in Python, run "
                              "datasets.load_from_disk(FOLDER).to_parquet('x.parquet'), and use "
@@ -627,7 +651,7 @@ def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> UserError:
                      "it begins with 0xff or 0xfe, or -f UTF-16LE if every other byte is zero), "
                      f"drop damaged bytes with iconv -c -f UTF-8 -t UTF-8 {name} > {copy}, or zero bytes "
                      f"with tr -d '\\000' < {name} > {copy}. Decompress a compressed file first; a picture "
-                     "has no text.")
+                     "and an array of ids have no text.")
 
 
 def addition(some: random.Random, level: int) -> tuple[str, str]:

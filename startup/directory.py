@@ -16,9 +16,10 @@ from torch import nn
 import monitor
 from cli.errors import HOST, RetryableError, UserError, oserror_as_retryable, say
 from cli.files import lock_file, to_json, why_not_made
-from data import directory_of, sources_of
+from data import sources_of
 from ddp_utils import OWN_CHECKPOINT_NAME, Run, process
 from model import num_params
+from prepare.pipeline import directory_of
 
 TRAINERS = ("train_hrm", "train_mlm", "train_gpt2")
 
@@ -29,7 +30,7 @@ def run_directory(args, trainer: str) -> Path:
     """
     family = trainer.removeprefix("train_") if trainer in TRAINERS else trainer
     names = [args.size if args.size.startswith(family) else f"{family}-{args.size}"]
-    names += [directory_of(source, args.tokenizer).name for source in sources_of(args.data)]
+    names += [directory_of(source, vars(args)).name for source in sources_of(args.data)]
     return args.out or Path("runs", "-".join(names))
 
 

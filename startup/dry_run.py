@@ -16,21 +16,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cli.errors import UserError, first_line, from_launcher, say
 from cli.flags import STRATEGIES, flags_of_model
-from data import default_tokenizer, directory_of, read_manifest, sources_of
+from data import read_manifest, sources_of
 from ddp_utils import list_checkpoints
 from model import MLM, num_params, pad_vocab, use_device
 from ops import cross_entropy
 from ops.device import compute_dtype
+from prepare.pipeline import default_tokenizer, directory_of
 from startup.plan import describe_shape, plan_batch, wrap_lines
 from training.strategies import memory_of
 from vocab.tokenizer import TIKTOKEN_IDS, load_tokenizer
 
 
-def expected_ids(data: str, tokenizer_name: str | None) -> int:
+def expected_ids(data: str, flags: dict) -> int:
     """How many ids --data and --tokenizer will have, with [MASK], before anything is prepared."""
-    if manifest := read_manifest(directory_of(data, tokenizer_name)):
+    if manifest := read_manifest(directory_of(data, flags)):
         return max(manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask"] + 1)
-    name = tokenizer_name or default_tokenizer(data)
+    name = flags["tokenizer"] or default_tokenizer(data)
     if re.fullmatch(r"bpe:\d+", name):
         return int(name[4:])
     return TIKTOKEN_IDS.get(name) or load_tokenizer(name).num_ids
@@ -96,7 +97,7 @@ def fits(held: dict[str, float], gigabytes: float, device: torch.device) -> bool
 
 def empty_model(model_class: type, args: Namespace) -> nn.Module:
     """Makes the model that a trainer's flags ask for, on the meta device."""
-    ids = expected_ids(sources_of(args.data)[0], args.tokenizer)
+    ids = expected_ids(sources_of(args.data)[0], vars(args))
     ids = args.vocab_size or pad_vocab(ids - (not issubclass(model_class, MLM)))  # only MLM has [MASK]
     flags = flags_of_model(model_class.Config, args)
     with torch.device("meta"):
@@ -118,7 +119,7 @@ def before_data(run, example: dict, free: float) -> tuple[int, str, str]:
             share, needs = dry_run(run.model_class, args, said.append, free, **example)
             torch.compiler.reset()  # what was compiled for counting won't run
             text = f"a process needs {share:.0%} of its memory, see --dry-run: {said[-1]}"
-            if share > 1.3 and not any(directory_of(sources_of(args.data)[0], args.tokenizer).glob("*.bin")):
+            if share > 1.3 and not any(directory_of(sources_of(args.data)[0], vars(args)).glob("*.bin")):
                 raise UserError(text)
             if share > USABLE["cuda"]:
                 say(f"WARNING: {text}")

@@ -18,6 +18,7 @@ from dataclasses import replace
 from cli.errors import UserError
 from cli.flags import Command, flag_fields
 from ddp_utils import config_of
+from prepare.pipeline import LIMITS
 
 NEW = ("out resume tokenizer device backend timeout compile dry_run eval_only export prompt chat fill "
        "num_samples list_presets wanted_batch largest_batch").split()
@@ -25,7 +26,11 @@ RECORDED = "tokenizer resume".split()  # NEW, but config.json has them among the
 PLANNED = "global_batch batch grad_accum".split()
 FIXED = "seq_len loss_on seed size optimizer trainer ema init_from".split()  # see compare_with_saved
 FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configuration, but KEPT
-LIMITS = "max_tokens max_samples min_words".split()  # KEPT for the same --data
+# Another value of these changes no step, so it may be given when none is left
+SHOWN = ("steps epochs batch grad_accum data tokenizer max_tokens max_samples min_words resume strategy "
+         "fast checkpoint_activations log_every eval_every eval_batches eval_cycles EVAL_RATE save_every "
+         "keep_last wandb sample_prompt sample_every condition max_new_tokens temperature top_k "
+         "top_p").split()
 
 
 def shape_from_record(command: Command, record: dict, resumed: bool) -> dict:
@@ -61,10 +66,10 @@ def compare(path, before: dict, now: dict, fixed: list[str], way_out: str) -> li
     return changes
 
 
-def compare_with_saved(saved: dict, now: dict, branch: bool, say):
+def compare_with_saved(saved: dict, now: dict, branch: bool, say, given=()):
     """Raises UserError if something changed that must not change (shape_from_record checks the model's
-    shape), and says what else changed. A `branch` continues in another directory, and may have another
-    trainer.
+    shape), or that no step is left for: a constant of the trainer, or a flag in `given`. Says what else
+    changed. A `branch` continues in another directory, and may have another trainer.
     """
     path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
     if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
@@ -80,5 +85,14 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say):
     free = {"trainer": branch, "ema": after["ema"], "init_from": before["init_from"]}
     if before["trainer"] != after["trainer"]:
         way_out += f", or branch off with --resume {path}"
-    for text in compare(path, before, after, [name for name in FIXED if not free.get(name)], way_out):
+    changes = compare(path, before, after, [name for name in FIXED if not free.get(name)], way_out)
+    for name, value in after.items():
+        if (saved["step"] >= after["steps"] and before.get(name, value) != value and name not in SHOWN
+                and (name in given or name.isupper())):
+            raise UserError(
+                f"no step was left for {name if name.isupper() else '--' + name.replace('_', '-')} {value} "
+                f"({path} had {before[name]} in its {saved['step']} steps): give another --out"
+                f"{' and no --resume' if branch else ''} to start a new run, or --steps {2 * saved['step']} "
+                "to train on with it.")
+    for text in changes:
         say(text)

@@ -36,7 +36,7 @@ from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
 from cli.files import to_json
 from cli.flags import SHARDED, Command, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from data import Dataset, directory_of, packed_row_length, sources_of, unigram_entropy
+from data import Dataset, packed_row_length, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
@@ -44,6 +44,7 @@ from ddp_utils import (
     World,
     all_gather,
     assert_family,
+    assert_in_sync,
     assert_same,
     config_of,
     connect,
@@ -65,11 +66,11 @@ from loggers.mfu import MFU
 from loggers.wandb import require_wandb
 from model import ConfigError, num_params, pad_vocab
 from ops.device import compiles, compute_dtype
-from prepare.pipeline import locate
+from prepare.pipeline import LIMITS, directory_of, locate
 from startup.directory import RunLock, project_files, run_directory, run_files, say_changes
 from startup.dry_run import before_data, uses_gpus
 from startup.plan import loggers_of, plan_batch, say_plan, what_next
-from startup.resume import FREE_FIELDS, LIMITS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
+from startup.resume import FREE_FIELDS, NEW, PLANNED, RECORDED, compare_with_saved, shape_from_record
 from training.step import TrainState
 from training.strategies import build_model, copy_weights, refuse_together
 from vocab.vocabulary import tokenizer_id
@@ -127,7 +128,7 @@ def resolve_flags(command: Command, saved: dict | None = None, weights: dict | N
     flags |= dict.fromkeys(PLANNED + LIMITS if saved and not own_data else PLANNED) | given
     flags["wanted_batch"] = recipe["global_batch"]
     sources = sources_of(flags["data"])
-    length = None if own_data else packed_row_length(directory_of(sources[0], flags["tokenizer"]))
+    length = None if own_data else packed_row_length(directory_of(sources[0], flags))
     flags["seq_len"] = given.get("seq_len") or length or record.get("seq_len") or flags["seq_len"]
     if own_data:
         flags["tokenizer"] = flags["tokenizer"] or saved["tokenizer_flag"]
@@ -295,7 +296,7 @@ def load_data(run: Run, **more) -> Dataset:
         limits = {name: getattr(args, name) for name in LIMITS}
         watch = process.heartbeat.raise_if_lost if process.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
-                              **limits) for source in sources_of(args.data)]
+                              run.say, **limits) for source in sources_of(args.data)]
         if process.launched:
             signal.signal(signal.SIGINT, handler)
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
@@ -395,7 +396,7 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
            "loss_on": dataset.loss, "seed": args.seed, "torch": str(torch.__version__),
            "settings": json.loads(to_json(settings))}
     if run.saved:
-        compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say)
+        compare_with_saved(run.saved, now, not on_rank0(is_in, run.saved, run.out), run.say, run.given)
     return now
 
 
@@ -417,10 +418,11 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
         signal.signal(signal.SIGINT, leave_at_once)
     world, dataset, model = run.world, run.dataset, state.model
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
+    run.state, run.meta = state, meta
     step, samples = run.checkpoints.resume(run.saved, state)
     model.in_sync_at = step  # warm_up compares it
     settings = meta["settings"]
-    dataset.check_sets()  # a trainer may have added some without change_data
+    dataset.check_sets(model.config.vocab_size)  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
@@ -473,14 +475,18 @@ def sample(state: TrainState, run: Run, step: int):
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
-    """Waits for the last checkpoint and says how the run has ended."""
+    """Saves the last step if the loop hasn't, as after a stop of one's own. Waits for the last checkpoint
+    and says how the run has ended. All ranks call this.
+    """
     world, checkpoints = run.world, run.checkpoints
     stopping = stop.agreed
     memory = max(all_gather(memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
-    in_sync = "are in shards" if run.args.strategy in SHARDED else "of all ranks were in sync"
-    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters "
-              f"{in_sync}; the run is in {log.out}")
+    if step > 0 and step != checkpoints.saved_step:
+        checkpoints.save(step, run.state, run.meta | run.metrics.state_dict())
+    # once more, because the trainer may have changed parameters since the last save
+    ending = (f"training complete: {step} steps, {samples * run.args.seq_len:,} tokens, the parameters of "
+              f"all ranks were {assert_in_sync(run.state.model)}; the run is in {log.out}")
     if stopping:
         ending = (f"stopped by {signal.Signals(stopping).name} after step {step}, with a checkpoint of "
                   f"step {checkpoints.saved_step}: the same command resumes it")

@@ -24,6 +24,7 @@ from shard_files import ids_of, write_rows
 import data
 from cli.errors import UserError
 from prepare import packing
+from prepare.pipeline import directory_of
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +125,7 @@ def test_shards_are_named_after_source_and_tokenizer(tmp_path, monkeypatch, data
     if "/" in tokenizer:
         Path(tokenizer).parent.mkdir(parents=True)
         Path(tokenizer).touch()
-    assert data.default_directory(dataset, tokenizer) == Path("shards", expected)
+    assert directory_of(dataset, {"tokenizer": tokenizer}) == Path("shards", expected)
 
 
 def test_batches_come_back_in_order_though_workers_overtake_each_other():

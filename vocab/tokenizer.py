@@ -17,7 +17,10 @@ from vocab.tokenizer_json import HuggingFaceTokenizer
 from vocab.vocabulary import BYTE_CHARS, EOT, MASK, RESPONSE, Vocabulary, tokenizer_id
 
 TIKTOKEN_IDS = {"gpt2": 50_258, "cl100k_base": 100_278, "o200k_base": 200_020}  # including [MASK]
-TOKENIZERS = f"{', '.join(TIKTOKEN_IDS)}, bytes, bpe:N (trained on the data) or a tokenizer.json"
+TOKENIZERS = "gpt2 (r50k_base), cl100k_base, o200k_base, bytes, bpe:N (from the data) or a tokenizer.json"
+FROM_OTHERS = ("AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR) of transformers writes one, for "
+               "--tokenizer DIR; MODEL is a hub id or the whole folder of a model, and a folder with just "
+               "vocab.json and merges.txt needs GPT2TokenizerFast, one with just vocab.txt BertTokenizerFast")
 # The published patterns that cut a text into words. tiktoken's own versions use possessive quantifiers and
 # "$", which the package tokenizers reads differently. Tests check that these cut the same words in both.
 PATTERNS = {
@@ -165,7 +168,8 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read: {error}.")
+        raise UserError(f"{name} is not a Hugging Face tokenizer.json that tokenizers can read ({error}): "
+                        f"{FROM_OTHERS}.")
 
 
 def load_tokenizer(name: str) -> Vocabulary:
@@ -189,11 +193,10 @@ def load_tokenizer(name: str) -> Vocabulary:
             if path.is_file():
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name).is_dir():
-        raise UserError(f"{name} has no tokenizer.json. From vocab.json and merges.txt, transformers writes "
-                        "one: GPT2TokenizerFast.from_pretrained(DIR).save_pretrained(DIR).")
+        raise UserError(f"{name} has no tokenizer.json: {FROM_OTHERS}.")
     if re.fullmatch(r"bpe:\d+", name):
         raise UserError(f"{name} depends on its training text: name the tokenizer.json that prepare wrote.")
-    raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}.")
+    raise UserError(f"unknown tokenizer {name!r}, and no such file: use {TOKENIZERS}; {FROM_OTHERS}.")
 
 
 def with_markers(tokenizer: Vocabulary) -> Vocabulary:

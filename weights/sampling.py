@@ -18,10 +18,10 @@ from vocab.tokenizer import prompt_ids
 
 
 class KVCache:
-    """Keys and values of up to `seq_len` tokens, with a slot (2, B, H, T, D) for each attention call of a
-    forward pass. The calls come in a fixed order, so the index of a slot is the number of calls before it.
-    `length` is the number of tokens so far. A recurrent layer keeps its state in memory[slot] instead and
-    adds 1 to `slot`; while `length` is 0 it has no state.
+    """Keys and values of up to `seq_len` tokens, with a slot (B, H, T, D) for each attention call of a
+    forward pass, where D is the width of a key plus that of a value. The calls come in a fixed order, so the
+    index of a slot is the number of calls before it. `length` is the number of tokens so far. A recurrent
+    layer keeps its state in memory[slot] instead and adds 1 to `slot`; while `length` is 0 it has no state.
     """
 
     def __init__(self, seq_len: int):
@@ -34,12 +34,12 @@ class KVCache:
         # is_causal aligns queries with the first keys
         assert self.length == 0 or k.size(2) == 1, "a cache that is not empty takes one token at a time"
         if self.slot == len(self.memory):
-            self.memory.append(k.new_empty(2, *k.shape[:2], self.seq_len, k.size(3)))
+            self.memory.append(k.new_empty(*k.shape[:2], self.seq_len, k.size(3) + v.size(3)))
             self.of_attention += 1
         stored, end = self.memory[self.slot], self.length + k.size(2)
-        stored[..., self.length:end, :] = torch.stack((k, v))
+        stored[..., self.length:end, :] = torch.cat((k, v), dim=-1)
         self.slot += 1
-        return stored[..., :end, :].unbind()
+        return stored[..., :end, :].split((k.size(3), v.size(3)), dim=-1)
 
     def rewind(self, n: int):
         """Forgets all but the first n tokens. A recurrent state cannot be rewound except to 0."""
@@ -297,19 +297,18 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
 
 def write_sample(model, run, step: int, run_and_wait):
     """Checks the model (see `contradiction`: three passes over a row) and logs a sample of it after `step`
-    steps. Rank 0 generates it while the others wait; if parameters are sharded, all ranks do. All ranks must
-    call this. `run_and_wait` is the function of ddp_utils.
+    steps. All ranks call this and generate the same, because parameters may be sharded, and a model may call
+    collectives. `run_and_wait` is the function of ddp_utils.
     """
     args, dataset, world = run.args, run.dataset, run.world
     prompt, expected = sample_prompt(args, dataset)
-    sharded = args.strategy.startswith(("zero2", "zero3"))
 
     def write() -> str:
-        why_not = contradiction(model, world.device, everywhere=sharded)
+        why_not = contradiction(model, world.device, everywhere=True)
         return f"(none: {why_not})" if why_not else "".join(
             samples_of(model, dataset.tokenizer, world.device, prompt, args)[0])
 
-    text = run_and_wait(write if sharded or world.is_rank0 else str)
+    text = run_and_wait(write)
     if dataset.marker_ids["response"] < 0:
         return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
     if expected:

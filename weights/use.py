@@ -129,13 +129,16 @@ def use_on_rank0(model: nn.Module, run: Run):
     tokenizer = tokenizer_of(saved, out)
     assert_tokenizer(saved, tokenizer, "give the directory of that run as --out")
     print(f"step {saved['step']} from {saved['path']}", file=sys.stderr)
+    # the ids aren't text, or a model from elsewhere has spare ones
+    note = (f", but its tokenizer knows only {tokenizer.num_ids} of the {model.config.vocab_size} ids"
+            if tokenizer.num_ids < model.config.vocab_size else "")
     if args.export == "gguf":
         path = out / "model.gguf"
         export(model, path, tokenizer, to_gguf, logits_of_gguf)
-        say(f"{path} is ready for llama-cli -m")
+        say(f"{path} is ready for llama-cli -m{note}")
     if args.export == "hf":
         export(model, out / "hf", tokenizer, to_hf, logits_of_hf)
-        say(f"{out / 'hf'} is ready for from_pretrained of transformers")
+        say(f"{out / 'hf'} is ready for from_pretrained of transformers{note}")
         try:
             write_card(out / "hf" / "README.md", saved)
         except PACKAGE_ERRORS as error:  # such as an edited config.json

@@ -1,13 +1,14 @@
 """cluster/diagnosis.py: what an unforeseen error means, and processes that would train alone."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Trainer
+from runs import Trainer, edited, ended
 
 import ddp_utils
 import test_ddp
@@ -38,7 +39,7 @@ def test_memory_that_was_asked_for(error, asked):
 def test_what_an_error_means(error, cause, code, named, traceback):
     """Without a heartbeat (None) no other process can be the cause. One that is lost has said why itself."""
     shown = []
-    heartbeat = None if cause is None else SimpleNamespace(find_cause=lambda: cause)
+    heartbeat = None if cause is None else SimpleNamespace(find_cause=lambda: cause, places="")
     found = diagnose(error, heartbeat, shown.append)
     assert shown == [error] * traceback
     if code is None:
@@ -46,6 +47,14 @@ def test_what_an_error_means(error, cause, code, named, traceback):
     else:
         assert found[0] == code and found[1].startswith("error: ") and named in found[1]
         assert (found[2] == "") is (named == cause) and found[2] in found[1] and "\n" not in found[1]
+
+
+def test_ranks_that_take_different_branches_are_named_with_their_lines(tmp_path, shards):
+    trainer = edited(tmp_path / "train_own.py", ("instead of", "checkpoints.save(", "if world.is_rank0:\n"
+                     "    checkpoints.save(step, state, meta | metrics.state_dict())"), **GPT2.defaults)
+    done = ended(trainer.fork(2, shards, tmp_path / "run", steps=9, save_every=1, timeout=3), code=1)
+    lines = dict(re.findall(rf"rank (\d) on node0 \S+ at line \d+ of {trainer.script} \((\w+)", done.out))
+    assert lines.keys() == {"0", "1"} and lines["0"] == "checkpoints" != lines["1"], done.out
 
 
 @pytest.mark.parametrize("env, named", [

@@ -63,6 +63,9 @@ def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: d
     sys.modules["matplotlib.figure"] = None  # drawing would take half of the time
     if fault:
         fault()
+    if "FAST_CLOCK" in env:
+        began, real = time.time(), time.time
+        time.time = lambda: began + 1e6 * (real() - began)
     import torch
     torch.set_num_threads(1)
     if (ROOT / script).parent != ROOT and (ROOT / script).with_name("ddp_utils.py").exists():

@@ -223,13 +223,15 @@ HALF = {"split_on": "|"}
     ("hash:0.1", "csv:a.csv", {}), ("hash:0.01", "csv:b.csv", {}),
     ("hash:0.1", "csv:b.csv", {"max_tokens": 9_999_999}), ("hash:0.01", "csv:b.csv", {"max_tokens": 10**7}),
     ("hash:0.1", "csv:b.csv", {"max_samples": 9_999}), ("hash:0.01", "csv:b.csv", {"max_samples": 10_000}),
+    ("hash:0.1", "hf:small", {}),
     ("hash:0.1", "text:?*.txt", {}), ("tail:0.1", "text:??.txt", {}), ("hash:0.1", "text:??.txt", HALF),
     ("hash:0.025", "task:addition", {"max_samples": 9}), ("hash:0.01", "stdlib", {})])
 def test_how_much_is_held_out_by_default(monkeypatch, expected, dataset, options):
     """One in ten of small sets, one in a hundred of others, and the end of few texts."""
     for number in range(100):
         Path(f"{number}.txt").write_text("text")
-    for name, size in {"a.csv": 39_999_999, "b.csv": 40_000_000}.items():
+    Path("small").mkdir()
+    for name, size in {"a.csv": 39_999_999, "b.csv": 40_000_000, "small/a.csv": 9}.items():
         os.truncate(os.open(name, os.O_CREAT | os.O_RDWR), size)
     for files, unlike in ((1000, ""), (999, "stdlib")):  # Linux may leave out the tests
         monkeypatch.setattr(pipeline, "stdlib_files", lambda files=files: [Path()] * files)
@@ -360,6 +362,18 @@ def test_the_first_process_of_a_node_prepares_and_the_others_wait(corpus, shards
     assert found == [Path("shards/corpus-bytes")]
 
 
+@pytest.mark.parametrize("source", ["hf:set", "jsonl:set/train.jsonl", "task:addition"])
+def test_a_smoke_test_does_not_decide_what_the_next_run_reads(source, monkeypatch, capsys):
+    """Files of other splits are named."""
+    monkeypatch.setattr(pipeline, "TASK_TOKENS", 5000)
+    Path("set").mkdir()
+    for name in "train", "test":
+        write_texts(f"set/{name}.jsonl", [f"{name} {n} " * 9 for n in range(120)])
+    small, large, again = (pipeline.locate(source, "bytes", 5000, 0, max_tokens=n) for n in (900, None, 900))
+    assert small == again and len(ids_of(small, "train")) < len(ids_of(large, "train"))
+    assert ("not read: test\n" in capsys.readouterr().out) == (source == "hf:set")
+
+
 @pytest.fixture
 def locate(shards, monkeypatch):
     """Calls locate() where the data have been prepared with some settings. Returns the options of `prepare`
@@ -369,7 +383,7 @@ def locate(shards, monkeypatch):
     monkeypatch.setattr(pipeline, "prepare", lambda *_, **options: options)
 
     def call(source: str, settings: dict, limits: dict, useful: int = 1000, rank: int = 0, **changes):
-        out = data.directory_of(source, "bytes")
+        out = pipeline.directory_of(source, {"tokenizer": "bytes"})
         manifest = data.read_manifest(shards) | changes
         manifest["settings"] = {"tokenizer": "bytes"} | settings
         out.mkdir(parents=True, exist_ok=True)
@@ -379,23 +393,23 @@ def locate(shards, monkeypatch):
 
 
 @pytest.mark.parametrize("source, settings, limits, named", [
-    ("jsonl:x", {"max_tokens": 900}, {"max_tokens": 901}, "--max-tokens 900 "),
-    ("jsonl:x", {"min_words": 3}, {}, "--min-words 3 "),
+    ("./shards/x", {"max_tokens": 900}, {"max_tokens": 901}, "--max-tokens .900, now 901"),
+    ("jsonl:x", {"min_words": 3}, {}, "--min-words .3.* --data shards/x-bytes "),
     ("./shards/x", {}, {"max_samples": 7}, "None, now 7"),
-    ("task:addition", {"max_samples": 20}, {}, "--max-samples 20 "),
-    ("jsonl:x", {"max_tokens": 900}, {}, "--max-tokens 900 "), ("jsonl:x", {"min_words": 0}, {}, None),
+    ("task:addition", {"max_samples": 20}, {}, "--max-samples .20"),
+    ("jsonl:x", {"max_tokens": 900}, {}, "--max-tokens .900"), ("jsonl:x", {"min_words": 0}, {}, None),
     ("task:addition", {"max_tokens": 900}, {}, None),
     ("hf:x", {"max_tokens": 900}, {}, None), ("./shards/x", {"max_tokens": 900}, {}, None)])
 def test_data_with_other_limits_are_refused(locate, source, settings, limits, named):
-    """So those of a smoke test don't become those of a real run."""
+    """So those of another run, which an older version didn't name, don't become those of a real one."""
     for rank, complete in itertools.product((0, 1), (True, False) if named else (True,)):
         with pytest.raises(UserError, match=named) if named else contextlib.nullcontext():
             assert locate(source, settings, limits, rank=rank, complete=complete) is True
 
 
 @pytest.mark.parametrize("source, most, useful, limits, said", [
-    ("hf:x", 2000, 2001, {}, " 2,000 .* 2,001, 20 .*--max-tokens 2001"), ("hf:x", 2000, 2000, {}, None),
-    ("hf:x", 2000, 3000, {"max_tokens": 2000}, None), ("hf:x", 10**7, 10**8, {}, None),  # there is no more
+    ("hf:x", 2000, 2001, {}, " 2,000 .* 2,001: .*--max-tokens 2001"), ("hf:x", 2000, 2000, {}, None),
+    ("hf:x", 10**7, 10**8, {}, None),  # there is no more
     ("task:addition", 900, 3000, {}, " 900 .* 3,500,000:")])
 def test_a_larger_model_is_told_how_to_get_more(locate, capsys, source, most, useful, limits, said):
     assert locate(source, {"max_tokens": most}, limits, useful) is True
@@ -470,7 +484,8 @@ def test_a_trainer_prepares_sums_and_reports_each_level(monkeypatch):
         monkeypatch.setattr(module, "UNTRAINED", 0.3)
     trainer = Trainer("train_gpt2.py", seq_len=None, size="tiny", batch=2)
     done = trainer.train(0, "task:addition", "run", steps=2, eval_every=2)
-    assert done.code == 0 and "task:addition is prepared up to 30,000 tokens" in done.out, done.out
+    said = Path("run/train.log").read_text()
+    assert done.code == 0 and "task:addition is prepared up to 30,000 tokens" in said, done.out
     groups = r"\| trained-1 \d+\.\d%, .*, untrained-5 \d+\.\d%, .*, untrained-8 \d+\.\d% \|"
     assert re.search("exact match .*" + groups, done.out) and "rows of 256" in done.out, done.out
     assert trainer.here("--out", "run", "--prompt", "1+2", "--max-new-tokens", "1").code == 0
@@ -481,7 +496,11 @@ def test_a_trainer_says_what_is_wrong_with_the_splits():
     dataset = write_texts("x.jsonl", [f"row {n} " * 9 for n in range(400)])
     for name, split in (("none", "hash:0.001"), ("a", "hash:0.1"), ("b", "hash:0.2")):
         prepared(dataset, name, val_split=split)
-    for mixture, warned in (("none", "hash:0.5"), ("a", ""), ("a,a,b", "hash:0.1, hash:0.2")):
+    Path("x.txt").write_text("row of text\n" * 99)
+    for name in "c", "d":
+        prepared("text:x.txt", name)
+    for mixture, warned in (("none", "hash:0.5"), ("a", ""), ("a,a,b", "hash:0.1, hash:0.2"),
+                            ("c,d", "tail:0.1 of c, tail:0.1 of d")):
         done = Trainer("train_gpt2.py").train(0, mixture, f"run-{mixture}", steps=1)
         assert done.code == 0 and done.out.count("--val-split") == bool(warned), done.out
         assert warned in done.out

@@ -105,6 +105,17 @@ def test_values_of_a_table_are_text_as_they_were_written(dataset):
         assert re.search(f"set.*{field!r}.* {named}", refused(dataset, text_field=field))
 
 
+@pytest.mark.parametrize("source", ["parquet:set/*", "hf:set"])
+def test_class_labels_have_their_names(source):
+    """Of the file that has them, whatever follows."""
+    import datasets
+    rows, names = {"kind": [1, 0, None]}, datasets.ClassLabel(names=["bad", "good"])
+    datasets.Dataset.from_dict(rows, datasets.Features(kind=names)).to_parquet("set/a.parquet")
+    assert texts_of(source, text_field="kind") == ["good", "bad", ""]
+    write_table("set/b.parquet", **rows)
+    assert texts_of("parquet:set/*", text_field="kind")[3:] == ["1", "0", ""]
+
+
 @pytest.mark.parametrize("form", ["jsonl", "array", "parquet", "hub", "tables"])
 def test_a_field_inside_of_another_has_a_name_with_dots(form):
     rows = [{"meta": {"text": "a", "deep": {"n": 1}}, "meta.kind": "b"}, {"meta": None, "meta.kind": "c"}]
@@ -196,6 +207,9 @@ REFUSED = {  # the source, its content, and what the message names
     "text:x.tar.gz": (gzip.compress(b"a" * 257 + b"ustar"), "tar xf"),
     "x.pdf": (b"%PDF-1.4\nof letters alone", "^x.pdf .*pdftotext"),
     "text:x.parquet": (b"PAR1\x15\x04", "parquet:"),
+    "x.npy": (b"\x93NUMPY\1\0v", "^x.npy .*uint16.*write_shard.*numpy.load"),
+    "x.bin": (b"\1\0\2\0", "^x.bin .*uint16.*int32.*write_shard"),
+    "text:x.bin": (b"\xa1\xd94\1\7\0\0\0", "^x.bin .*directory of a shard"),
     "text:x.rtf": (b"{\\rtf1\\ansi plain letters}", "document"),
     "jsonl:1.json": (b'["a"]', "1.json, item 1,"),
     "jsonl:3.json": (b'[{"text": "a"},]', "item 2,"),
@@ -252,6 +266,17 @@ def test_documents_between_separators(monkeypatch, block):
     stories = [f"Once a cat {n}.\n" for n in range(9)]
     Path("x.txt").write_text(EOT.join(stories))
     assert texts_of("text:x.txt", split_on=EOT) == stories
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_a_separator_is_found_with_any_line_end_and_files_without_it_are_counted(monkeypatch, capsys, block):
+    monkeypatch.setattr(sources, "BLOCK", block)
+    for name, end in ("unix", "\n"), ("windows", "\r\n"):
+        Path(f"set/{name}").write_text(f"a{end}b{end}{end}c", newline="")
+        assert texts_of(f"text:set/{name}", split_on="\n\n") == [f"a{end}b", "c"]
+    Path("set/none").write_text("a\nb")
+    prepared("text:set/*", "out", split_on="\n\n")
+    assert "1 of 3 files" in capsys.readouterr().out
 
 
 def test_stdlib_is_what_this_python_has(monkeypatch):

@@ -24,16 +24,17 @@ from startup.resume import (
 
 SETTINGS = {"data": "text:a", "init_from": "base", "trainer": "train_gpt2.py", "optimizer": "adamw",
             "ema": 0.9, "seed": 0, "lr": 1.0, "batch": 4, "out": "run",
-            "max_samples": None}
+            "max_samples": None, "steps": 4, "BETA": 1, "log_every": 1}
 IDENTITY = {"tokenizer": "bytes (111111)", "data": "1" * 64, "loss_on": "all", "seq_len": 8, "torch": "2"}
 
 
-def compared(branch: bool = False, saved=(), settings=(), **identity) -> list[tuple]:
+def compared(branch: bool = False, saved=(), settings=(), step: int = 2, given=(),
+             **identity) -> list[tuple]:
     """The name, value and old value of what a resume says, which changes `settings` or the `identity`."""
     said = []
-    before = {"path": "run/step.pt", "settings": SETTINGS | dict(saved)} | IDENTITY
+    before = {"path": "run/step.pt", "step": step, "settings": SETTINGS | dict(saved)} | IDENTITY
     now = IDENTITY | {"settings": before["settings"] | dict(settings)} | identity
-    compare_with_saved(before, now, branch, said.append)
+    compare_with_saved(before, now, branch, said.append, given)
     return [re.fullmatch(r"resuming with (\S+) (\S+)(?: \(was (.*)\)|.*)", text).groups() for text in said]
 
 
@@ -64,6 +65,18 @@ def test_what_may_not_change_is_named_with_a_way_on(change, named):
     text = str(problem.value)
     assert all(part in text for part in named) and "run/step.pt" in text, text
     assert ("--init-from run/step.pt" in text) == ("tokenizer" not in change), text
+
+
+@pytest.mark.parametrize("name, named", [
+    ("lr", "--lr 2"), ("BETA", "BETA 2"), ("log_every", None), ("steps", None)])
+def test_a_finished_run_refuses_what_it_can_no_longer_learn_with(name, named):
+    change = {"settings": {name: 2}, "given": [name]}
+    assert compared(**change, step=1)
+    if not named:
+        assert compared(**change, step=4)
+        return
+    with pytest.raises(UserError, match=f"{named}.*--out.*--steps 8"):
+        compared(**change, step=4)
 
 
 HRM = asdict(HRMConfig(vocab_size=257, padded_vocab=320, seq_len=32, d_model=32, n_head=2, n_layer=1, ff=64,

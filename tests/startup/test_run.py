@@ -14,7 +14,16 @@ from types import SimpleNamespace
 import pytest
 from copies import assert_as_logged, result
 from processes import fork
-from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of, log_of, steps_of
+from runs import (
+    Trainer,
+    assert_same_run,
+    copy_of_the_first_half,
+    edited,
+    ended,
+    evaluations_of,
+    log_of,
+    steps_of,
+)
 
 import startup.run
 import train_gpt2
@@ -173,7 +182,8 @@ def test_a_start_that_trains_nothing_records_nothing(tmp_path, shards):
     run, new = tmp_path / "run", tmp_path / "new"
     assert GPT2.train(0, shards, run, steps=4, eval_every=4, ema=0.9).code == 0
     before = files_of(run, ".lock", "train.log")
-    for code, words in ((0, ("--lr", "0.5")), (2, ("--steps", "5", "--optimizer", "muon"))):
+    for code, words in ((0, ("--log-every", "3")), (2, ("--lr", "0.5")),
+                        (2, ("--steps", "5", "--optimizer", "muon"))):
         assert GPT2.here("--out", run, *words).code == code and files_of(run, ".lock", "train.log") == before
     assert GPT2.train(0, shards, new, init_from=run, optimizer="muon", steps=1).code == 0
     mixed = GPT2.here("--out", run, "--resume", new, "--steps", "9")
@@ -315,3 +325,22 @@ def test_what_is_no_record_of_a_run_is_none(tmp_path, capsys):
     (tmp_path / "hf").touch()
     (tmp_path / "checkpoints" / "step_00000001_loss5.0.pt").touch()  # Checkpoints.load names what is there
     assert not begins(lr, resume="none")
+
+
+# ---------------------------------------------------------------------------------------------------- its end
+
+OWN_STOP = "before", "lr = learning_rate(", "if step == 3:\n    break"
+
+
+@pytest.mark.parametrize("changes, synced", [
+    ([OWN_STOP], True),
+    pytest.param([OWN_STOP, ("before", "count, batches", "lr *= 1 + world.rank")], False,
+                 marks=pytest.mark.full),
+    ([OWN_STOP, ("before", "end_run(run", "model.positions.weight.data += world.rank")], False)])
+def test_the_end_saves_the_last_step_and_compares_the_parameters(changes, synced, tmp_path, shards):
+    """Whatever has ended the loop."""
+    trainer = edited(tmp_path / "train_own.py", *changes, max_new_tokens=5)
+    done = trainer.fork(2, shards, tmp_path / "run", save_every=50, eval_every=50)
+    ended(done, "training complete: 3 steps" if synced else "on rank 1 differs", code=int(not synced))
+    saved = list_checkpoints(tmp_path / "run")
+    assert not synced or [read_checkpoint(path)["step"] for path in saved] == [3]

@@ -37,9 +37,10 @@ def test_what_is_no_tokenizer_json_is_refused(tmp_path):
     """The older form is two files in a directory."""
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / "vocab.json").write_text('{"a": 0}')
-    refuses("vocab.json.*merges.txt.*save_pretrained", load_tokenizer, str(tmp_path))
-    for name in f"{tmp_path}/vocab.json", "bpe:300", "none":
-        refuses(name, load_tokenizer, name)
+    refuses("vocab.json.*merges.txt.*GPT2TokenizerFast", load_tokenizer, str(tmp_path))
+    refuses("bpe:300", load_tokenizer, "bpe:300")
+    for name in f"{tmp_path}/vocab.json", "some/model", "r50k_base":
+        refuses(rf"{name}.*AutoTokenizer\S*save_pretrained.*--tokenizer", load_tokenizer, name)
 
 
 def test_roles_are_no_conditions():

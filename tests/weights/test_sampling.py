@@ -18,7 +18,7 @@ from cli.errors import UserError
 from model import GPT2, HRM, use_device
 from vocab.tokenizer import load_tokenizer, with_markers
 from weights import sampling, use
-from weights.sampling import contradiction, filtered, generate, sample_ids, samples_of
+from weights.sampling import KVCache, contradiction, filtered, generate, sample_ids, samples_of
 
 TRAINED = Trainer("train_gpt2.py", steps=2, max_new_tokens=12)
 
@@ -317,3 +317,11 @@ def test_the_sample_is_refused_and_not_the_training(shards, tmp_path):
     for words, code in ((["--prompt", "def"], 2), (["--chat"], 2), (["--data", shards, "--eval-only"], 0)):
         used = trainer.here("--out", tmp_path / "run", *words)
         assert used.code == code and ("error: Windowed " in used.out) == (code == 2), used.out
+
+
+def test_keys_and_values_may_have_unlike_widths():
+    cache, keys, values = KVCache(3), torch.rand(2, 1, 3, 4), torch.rand(2, 1, 3, 6)
+    for begin, end in (0, 2), (2, 3):
+        cache.slot, cache.length = 0, begin
+        found = cache.extend(keys[:, :, begin:end], values[:, :, begin:end])
+    assert all(map(torch.equal, found, (keys, values)))

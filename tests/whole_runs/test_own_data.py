@@ -44,7 +44,7 @@ CODES = """import numpy as np
 
 
 class Codes:
-    rows, seq_len, num_tokens, dtype, label_mask = 96, 32, 96 * 32, np.dtype(np.uint16), True
+    rows, seq_len, num_tokens, dtype, label_mask = 96, 32, 96 * 32, np.dtype(np.uint16), None
 
     def take(self, rows, x, y):
         for i, row in enumerate(rows):
@@ -95,6 +95,16 @@ def test_data_of_a_user_are_evaluated_and_resumed(kind, ranks, shards, tmp_path)
         usual = Trainer(script, **trainer.defaults | flags).train(0, shards, out, eval_only=True)
         with pytest.raises(AssertionError):
             assert_as_logged(result(usual), out)
+
+
+@pytest.mark.parametrize("family, old, new", [
+    ("gpt2", "dataset.vocab_size = 4096", ""), ("mlm", "0, 4096", "0, 4096"), ("gpt2", "uint16", "float32"),
+    ("gpt2", "y[:] =", "y[:] = 4096 +")])
+def test_values_that_are_no_ids_end_a_run_before_its_first_step(family, old, new, shards, tmp_path):
+    trainer = changed(tmp_path / f"train_{family}{len(new)}.py", (CODES.replace(old, new), TOP),
+                      (ASKED, USE), script=f"train_{family}.py")
+    with pytest.raises(ValueError, match="change_data"):
+        trainer.train(0, shards, tmp_path / "run", **KINDS["noise"][2] if family == "mlm" else {})
 
 
 SECOND = """def change_data(dataset):

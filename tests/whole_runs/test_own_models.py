@@ -153,6 +153,20 @@ def test_an_own_model_and_an_own_optimizer_resume_bit_for_bit(ranks, optimizer, 
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+OBSERVER = """
+class GPT2(GPT2):
+    def hidden(self, *arguments):
+        x = super().hidden(*arguments)
+        ddp.dist.all_reduce(x.detach().mean())
+        return x
+"""
+
+
+def test_a_model_may_call_collectives_when_it_does_not_train(shards, tmp_path):
+    trainer = edited(tmp_path / "train_own.py", ("before", TOP, OBSERVER), **FLAGS)
+    ended(trainer.fork(2, shards, tmp_path / "run", sample_every=1, timeout=5), "step 4:", "step 8:")
+
+
 DISTANCE = """
 import torch
 
