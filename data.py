@@ -244,11 +244,7 @@ class Masker:
         """
         of_row = splitmix64(splitmix64(self.seed ^ epochs.astype(np.uint64)) ^ rows.astype(np.uint64))
         hashes = splitmix64(of_row[:, None] ^ self.positions)  # (B, T)
-        try:
-            order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
-        except IndexError:
-            raise UserError(f"the rows have the id {x.max()}, but the masker knows {len(self.special)} ids: "
-                            "set dataset.masker_class to one with your ids, see docs/changing.md.")
+        order = np.where(self.special.take(x), np.uint64(2**64 - 1), hashes)
         low = np.uint64((1 << (x.shape[1] - 1).bit_length()) - 1)  # the low bits hold the position
         order &= ~low
         order |= self.positions
@@ -339,7 +335,7 @@ def unigram_entropy(sets: list[Shards], limit: int = 2_000_000) -> float:
     """
     labels = []
     for shards in sets:
-        if isinstance(shards, Shards) and not shards.label_mask:
+        if not shards.label_mask:
             shards = Shards(shards.paths, 1, tokenizer=shards.tokenizer)
         _, y = read_rows(shards, np.arange(min(limit // len(sets) // shards.seq_len + 1, shards.rows)))
         labels.append(y[y >= 0])
@@ -437,6 +433,20 @@ class Dataset:
                            if (split := str(manifest["settings"].get("val_split"))).startswith("hash:")}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
+
+    def check_sets(self):
+        """Raises UserError if a set that a trainer has put here has no rows, or ids of another tokenizer."""
+        for rows in (self.train, *self.val.values()):
+            if not rows.rows:
+                raise UserError("this trainer's change to the data leaves a set without rows: keep some "
+                                "rows, or remove that set from dataset.val.")
+            tokenizer = getattr(rows, "tokenizer", None) or self.tokenizer
+            if tokenizer is not self.tokenizer and not self.vocab_size and (
+                    tokenizer.to_json() != self.tokenizer.to_json()):
+                raise UserError(f"{rows.paths[0].parent} has another tokenizer than the data of this run, or "
+                                "only one of them has pairs: prepare both alike, with the same "
+                                "tokenizer.json.")
+            read_rows(rows, np.arange(1))  # raises if it cannot be read
 
     def too_short(self) -> str:
         """A sentence about the validation sets that are shorter than a row. There must be one."""

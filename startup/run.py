@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,7 +36,7 @@ from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
 from cli.files import to_json
 from cli.flags import SHARDED, Command, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
-from data import Dataset, directory_of, packed_row_length, read_rows, sources_of, unigram_entropy
+from data import Dataset, directory_of, packed_row_length, sources_of, unigram_entropy
 from ddp_utils import (
     Checkpoints,
     Run,
@@ -294,7 +293,7 @@ def load_data(run: Run, **more) -> Dataset:
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
             run.change_data(dataset)
-            check_sets(dataset)
+            dataset.check_sets()
         return dataset
 
     run.dataset = dataset = run_and_wait(read)
@@ -302,32 +301,6 @@ def load_data(run: Run, **more) -> Dataset:
     assert_same("the data", f"{dataset.fingerprint} {sizes}",
                 "copy the same files to every node, or prepare them there with the same command")
     return dataset
-
-
-def check_sets(dataset: Dataset):
-    """Raises UserError if a set that a trainer has put into the data has no rows, ids of another tokenizer,
-    or values that no model takes. Looks at a hundred rows.
-    """
-    for rows in dataset.train, *dataset.val.values():
-        if not rows.rows:
-            raise UserError("this trainer's change to the data leaves a set without rows: keep some rows, or "
-                            "remove that set from dataset.val.")
-        tokenizer = getattr(rows, "tokenizer", None) or dataset.tokenizer
-        if not dataset.vocab_size and tokenizer.to_json() != dataset.tokenizer.to_json():
-            raise UserError(f"{rows.paths[0].parent} has another tokenizer than the data of this run, or "
-                            "only one of them has pairs: prepare both alike, with the same tokenizer.json.")
-        some = np.linspace(0, rows.rows - 1, 100, dtype=int)
-        x, y = read_rows(rows, some)  # raises if it cannot be read
-        exact = y.astype(float)
-        with suppress(Exception):  # this `take` needs integers
-            rows.take(some, x, exact)
-        values = np.stack((x, exact.clip(0)))
-        most = dataset.vocab_size or tokenizer.num_ids
-        odd = values[values != values.clip(0, most - 1).round()]  # also NaN
-        if odd.size:
-            raise UserError(f"{type(rows).__name__} has the value {odd[0]:g}, but rows take whole numbers "
-                            f"from 0 to {most - 1}, or -1 in y: if it is an id, set dataset.vocab_size in "
-                            "change_data; otherwise make it a whole number.")
 
 
 def open_run(run: Run):
@@ -438,7 +411,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
     step, samples = run.checkpoints.resume(run.saved, state)
     settings = meta["settings"]
-    check_sets(dataset)  # a trainer may have added some without change_data
+    dataset.check_sets()  # a trainer may have added some without change_data
     val = [*dataset.val.values()]
     records = run_and_wait(lambda: monitor.records_until(run.out, step, run.say) if world.is_rank0 else [])
     evaluated = on_rank0(lambda: [record for record in records if "val_loss" in record])
@@ -457,7 +430,8 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
             return
         log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
-        say_changes(run, run.say)
+        if run.saved:
+            say_changes(run, run.say)
         log.begin(step, run_files(run, model, meta))
 
     on_rank0(begin)

@@ -5,7 +5,6 @@ import pytest
 from conftest import place
 
 import data
-from cli.errors import UserError
 from vocab import bpe
 
 T = 96
@@ -44,11 +43,6 @@ def test_k_positions_in_each_row_and_never_a_special_id(tokenizer, rows, rate, k
     changed = np.zeros_like(rows, dtype=bool)
     np.put_along_axis(changed, positions, counted, 1)
     assert (masked == rows)[~changed].all()
-
-
-def test_an_id_that_the_masker_lacks_is_named(tokenizer, rows):
-    with pytest.raises(UserError, match=" 999,.*masker_class"):
-        mask(tokenizer, rows * 0 + 999)
 
 
 def test_a_mask_depends_on_seed_epoch_and_row_alone(tokenizer, rows):

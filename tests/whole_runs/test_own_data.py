@@ -13,10 +13,8 @@ from copies import USE, assert_as_logged, changed, guide_blocks, ranks_of, resul
 from runs import Trainer, assert_same_run, copy_of_the_first_half, evaluations_of
 
 import data
-from cli.errors import UserError
 from ddp_utils import list_checkpoints, read_checkpoint
 from prepare.pipeline import prepare
-from startup.run import check_sets
 
 FULL = pytest.mark.full
 TOP, MADE = "BETAS = ", "log, meta, "
@@ -150,20 +148,6 @@ def test_data_that_are_empty_or_differ_between_ranks_are_refused(line, ranks, co
     trainer = changed(tmp_path / f"train_bad_{len(line)}.py", (SPEAKS.replace("MORE", line), USE))
     done = ranks_of(trainer, ranks)(shards, tmp_path / "run")
     assert done.code == code and named in done.out and not (tmp_path / "run").exists(), done.out
-
-
-@pytest.mark.parametrize("at, value", [(0, 258), (1, 0.5)])
-def test_values_that_no_model_takes_are_named_before_the_first_step(at, value, shards):
-    """Also in one row of a hundred, and if `take` needs whole labels."""
-    def take(rows, *parts):
-        parts[0][:], parts[1][:] = 1, -100
-        parts[at][rows == 77] = value
-        np.zeros(200)[parts[1]]
-
-    dataset = data.Dataset([shards], 32)
-    dataset.train.take, dataset.train.rows = take, 100
-    with pytest.raises(UserError, match=f" {value},.*vocab_size"):
-        check_sets(dataset)
 
 
 def test_rows_may_depend_on_the_epoch(shards):
