@@ -526,7 +526,8 @@ FORMAT = 2  # of the checkpoints that this code writes and reads
 
 def read_checkpoint(path: Path, checked: bool = True) -> dict:
     """Reads a checkpoint and checks every byte. With `checked` False, trust only its plain values.
-    Raises UserError if it has another FORMAT, RunError if it is damaged, RetryableError if it can't be read.
+    Raises UserError if it has another FORMAT or was edited, RunError if it is damaged, RetryableError if it
+    can't be read.
 
     torch.load ignores the checksums in the file, so zipfile checks them. mmap makes torch use the same zip
     directory as zipfile. Finally the bit sums of the tensors are compared with the saved ones.
@@ -547,8 +548,10 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
                 refuse_other_format(path, saved["format"])
                 if broken := checked and file.testzip():
                     raise ValueError(f"{broken} has a wrong checksum")
-        if checked and bit_sums(saved["tensors"]) != saved["sums"]:
-            raise ValueError("its tensors are not those that were saved")
+        if checked and bit_sums(saved["tensors"]) != saved.get("sums"):
+            raise UserError(f"{path} was edited or is damaged, because its tensors are not those that were "
+                            'saved: after an edit, set saved["sums"] = ddp_utils.bit_sums(saved["tensors"]) '
+                            "and save it again; otherwise delete it, or restore it from a copy.")
         if CHECKPOINT_NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it holds step {saved['step']}")
         return saved
@@ -558,7 +561,8 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
         raise RetryableError(f"{path} is not there: restore it, or the file that it links to, and run the "
                              "same command again.") from None
     except Exception as error:  # zipfile, pickle and torch raise nearly anything for a damaged file
-        if b"format" not in pickled or path.suffix in (".bin", ".safetensors", ".gguf"):
+        old = path.open("rb").read(1) == b"\x80"  # a pickle, such as torch's old format
+        if old or b"format" not in pickled or path.suffix in (".bin", ".safetensors", ".gguf"):
             raise UserError(f"{path} is a file of "
                             f"{'nanoGPT' if b'model_args' in pickled else 'another program'}, not a "
                             f"checkpoint of a run: give --init-from hf:{path.parent} if config.json and "
@@ -608,13 +612,15 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool = False) -> dict:
+def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool = False,
+                    share=on_rank0) -> dict:
     """Loads a checkpoint file, or the newest intact checkpoint of a run directory. With `or_best` it takes
     best.pt if all others are damaged; only pass it if you don't write to the run. Adds `path`, `damaged` (the
     paths of damaged newer ones), and the tokenizer.json of the run.
 
     All ranks get the plain values. Only rank 0, which reads the file, gets the tensors; the others get meta
-    tensors of the same shapes. Raises UserError on all ranks if no checkpoint can be read.
+    tensors of the same shapes. `share` calls a function on rank 0 and returns its result on all ranks. Raises
+    UserError on all ranks if no checkpoint can be read.
     """
     saved = None
 
@@ -651,7 +657,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
         of_run = tokenizer_of_run(path.parent.parent, saved["settings"])
         return saved | {"path": str(path), "damaged": damaged, "tensors": shapes} | of_run
 
-    answer = on_rank0(choose)
+    answer = share(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
 
 

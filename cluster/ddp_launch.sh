@@ -47,12 +47,18 @@ number NODE_RANK 0 $((10#$most - 1))
 number GPUS_PER_NODE 1 64
 number PREFLIGHT_TIMEOUT 1 86400
 (($# > 0)) || fail "no script is named: ddp_launch.sh train_gpt2.py --size gpt2"
-if [[ ! -f $1 ]] && command -v "$1" >/dev/null; then
+if [[ ! -f $1 ]] && command -v -- "$1" >/dev/null; then
     words=("${@:2}")
     fail "$1 is a program, not a trainer: start it alone, in Docker with \
 docker compose run --rm --entrypoint $1 trainer ${words[*]@Q}"
 fi
-[[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first."
+[[ $1 != -* ]] || fail "$1 stands where a trainer belongs: name that first, as in ddp_launch.sh train_gpt2.py --size gpt2"
+if [[ ! -f $1 && $1 != *.py && ! -f $1.py ]]; then
+    fail "$1 is no program on this machine or in this container, and no trainer in $PWD: install it, or start it \
+where it is installed."
+fi
+[[ -f $1 ]] || fail "$1 does not exist in $PWD: go to the directory of the trainers first, and name a file, \
+such as train_gpt2.py."
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH: activate the virtual environment."
 
 dies_with_this=(env) # else torchrun would train on alone

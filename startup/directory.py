@@ -98,10 +98,17 @@ def project_files(trainer: Path) -> dict[str, Path]:
 
 
 def say_changes(run, say: Callable[[str], None]):
-    """Says which of project_files differ from the copies kept by the run of `run.saved`."""
-    directory = Path(run.saved["path"]).parent.parent
+    """Says which of project_files differ from the copies kept by the run of `run.saved`, if any, and which
+    are copies of others.
+    """
+    begins = {}
     for name, path in project_files(run.trainer).items():
-        kept = directory / name
+        if (other := begins.setdefault(path.read_bytes()[:80], path)) != path:
+            say(f"note: {other.name} and {path.name} begin alike: if one is a copy, only what "
+                f"{run.trainer.name} itself takes from it has an effect, see docs/changing.md")
+        if not run.saved:
+            continue
+        kept = Path(run.saved["path"]).parent.parent / name
         others = name == "trainer.py" and path.name != run.saved["settings"]["trainer"]
         if others or not kept.is_file():
             continue

@@ -30,6 +30,7 @@ from ddp_utils import (
     assert_in_sync,
     assert_same,
     assert_same_parameters,
+    bit_sum,
     leave_at_once,
     process,
     transfer,
@@ -131,7 +132,7 @@ def refuse_unsaved(values: dict):
 
 def first_step_values(optimizer: torch.optim.Optimizer) -> dict:
     """What a step with zero gradients adds to a new optimizer of the same class: entries of its parameter
-    group, and entries of its state that are not tensors. {} if its constructor needs more arguments.
+    group, and of its state, True for a tensor. {} if its constructor needs more arguments.
     """
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros_like(p)
@@ -139,10 +140,15 @@ def first_step_values(optimizer: torch.optim.Optimizer) -> dict:
     with contextlib.suppress(Exception):
         other = type(optimizer)([before | {"params": [p]}], lr=optimizer.defaults["lr"])  # as for zero1
         other.step()
-        group = other.param_groups[0]
-        return {f"{type(optimizer).__name__}/{key}": value for key, value in (other.state[p] | group).items()
-                if key not in before and (key in group or not isinstance(value, Tensor))}
+        kept = {key: isinstance(value, Tensor) or value for key, value in other.state[p].items()}
+        return {f"{type(optimizer).__name__}/{key}": value
+                for key, value in (kept | other.param_groups[0]).items() if key not in before}
     return {}
+
+
+# What to do if an optimizer divides its work among ranks
+WHOLE_STATE = ("let every rank compute the state of every parameter, or let --strategy zero1 divide an "
+               "optimizer that doesn't divide its work itself, such as torch.optim.Muon")
 
 
 class TrainState:
@@ -167,7 +173,9 @@ class TrainState:
         self.ddp = args.strategy == "ddp"
         if not self.ddp:
             for optimizer in optimizers:
-                refuse_unsaved(first_step_values(optimizer))
+                values = first_step_values(optimizer)
+                refuse_unsaved(values)
+                assert_same(f"what {type(optimizer).__name__} keeps", f"{[*values]}", WHOLE_STATE)
         if self.zero1:  # each process updates its part of the parameters and sends it in one buffer
             from torch.distributed.optim import ZeroRedundancyOptimizer
             self.optimizers = [ZeroRedundancyOptimizer(o.param_groups, type(o), lr=o.defaults["lr"],
@@ -403,11 +411,20 @@ class TrainState:
 
     def non_tensor_values(self) -> dict:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
-        groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold.
+        groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold, and
+        for state that isn't the same on all ranks, except with zero1.
         """
-        values = {name: value for name, value in self._state().items() if not isinstance(value, Tensor)}
+        states = self._state()
+        values = {name: value for name, value in states.items() if not isinstance(value, Tensor)}
         if self.zero1:
             values = functools.reduce(operator.or_, all_gather(values))
+        else:
+            # also catches slices of one shape; values that are no tensors are compared below
+            sums = {name: type(value) is Tensor and int(bit_sum(value)) for name, value in states.items()}
+            for other in all_gather(sums):
+                if odd := sums.items() ^ other.items():
+                    raise UserError(f"{min(odd)[0]}, which an optimizer keeps, is not the same on all ranks, "
+                                    f"and a checkpoint would hold only rank 0's: {WHOLE_STATE}.")
         values |= {name: value for name, value in self._group_values().items()
                    if repr(value) != self._initial_values.get(name)
                    and not (self.ddp and isinstance(value, Tensor))}

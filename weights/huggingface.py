@@ -389,6 +389,8 @@ def config_from_hf(model_class: type, source: str):
     """
     _safetensors()  # raises early if the package is missing; the weights are read much later
     family, directory = hf_family(model_class, model_class.Config()), Path(os.path.expanduser(source))
+    if directory.is_file():
+        raise UserError(f"hf:{source} is a file: give its directory, hf:{directory.parent}.")
     if not directory.is_dir():
         try:
             from huggingface_hub import snapshot_download  # comes with datasets

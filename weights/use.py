@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import PACKAGE_ERRORS, RetryableError, RunError, UserError, first_line, needed, say
+from cli.errors import PACKAGE_ERRORS, RetryableError, UserError, first_line, needed, say
 from ddp_utils import (
     Run,
     StopVote,
     World,
     assert_same_parameters,
     config_of,
-    list_checkpoints,
-    read_checkpoint,
+    load_checkpoint,
     run_and_wait,
 )
 from model import GPT2, MLM, num_params, use_device
@@ -66,20 +65,17 @@ def load_model(model_class: type, saved: dict, world: World, strategy: str = "dd
 def load_run(model_class: type, run: str | Path, device: str = "cpu", precision: str | None = None) -> tuple:
     """Loads a trained model for your own script. Returns (model, tokenizer).
 
-    `run` is a run directory, which gives its newest checkpoint, or a checkpoint file. Averaged weights are
-    used if there are any. `precision` is a --precision (default: the run's). No process group is needed.
-    Raises RunError if there is no checkpoint, and UserError if it has another format.
+    `run` is a run directory, which gives its newest intact checkpoint, or a checkpoint file. Averaged weights
+    are used if there are any. `precision` is a --precision (default: the run's). No process group is needed.
+    Raises UserError if there is no checkpoint that can be read.
     """
-    path = next(iter(list_checkpoints(run)), Path(run))
-    if path.is_dir():
-        raise RunError(f"{run} holds no checkpoint: name another run directory, or train first.")
-    saved = read_checkpoint(path)
-    model = model_class(config_of(model_class.Config, saved["model_config"], path))
-    assert_same_parameters(model, saved | {"path": path})
+    saved = load_checkpoint(run, say, or_best=True, share=lambda read: read())  # each process for itself
+    model = model_class(config_of(model_class.Config, saved["model_config"], saved["path"]))
+    assert_same_parameters(model, saved)
     model.load_state_dict(saved["tensors"]["model"] | saved["tensors"]["ema"])
     where = torch.device(device)
     use_device(model.to(where), where, compute_dtype(precision or saved["settings"]["precision"], where))
-    return model.eval(), tokenizer_of(saved, path.parent.parent)
+    return model.eval(), tokenizer_of(saved, Path(saved["path"]).parent.parent)
 
 
 def tokenizer_of(saved: dict, directory: Path):

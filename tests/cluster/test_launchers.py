@@ -40,8 +40,9 @@ def test_wrong_variables_are_named(given, named):
 
 
 def test_a_command_that_is_no_trainer_is_named():
-    ended = finish(launch("no_such.py"), 30)
-    assert ended.code == 2 and "no_such.py" in ended.out, ended.out
+    for word, named in (("no_such.py", str(ROOT)), ("no_such", "container"), ("--size", "train_gpt2.py")):
+        ended = finish(launch(word), 30)
+        assert ended.code == 2 and word in ended.out and named in ended.out, ended.out
     ended = finish(launch("bash", "-lc", "echo a 'b c'"), 30)
     command = ended.out.partition("docker compose run --rm --entrypoint bash trainer ")[2]
     assert ended.code == 2 and command, ended.out

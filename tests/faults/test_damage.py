@@ -7,6 +7,7 @@ repeats a choice.
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from runs import Trainer
 
 import data
+import ddp_utils
 from cli.errors import RunError, UserError
 from ddp_utils import list_checkpoints, load_checkpoint, read_checkpoint
 from prepare import packing
@@ -88,16 +90,21 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(run, count, one_process):
     assert refused > count / 2
 
 
-def test_tensors_exchanged_inside_a_checkpoint_are_noticed(run):
-    """The checksums of the file are right. Only the sums of the tensors can tell."""
+def test_tensors_exchanged_inside_a_checkpoint_are_noticed(run, one_process):
+    """The checksums of the file are right. Only the sums of the tensors can tell. Nothing else is taken, and
+    what the message says makes it a checkpoint.
+    """
     path = list_checkpoints(run)[0]
     saved = torch.load(path, weights_only=True)
     moments = saved["tensors"]["optimizer"]
     a, b = (next(name for name in moments if name.endswith(end)) for end in ("/exp_avg", "/exp_avg_sq"))
     moments[a], moments[b] = moments[b], moments[a]
     torch.save(saved, path)
-    with pytest.raises(RunError):
-        read_checkpoint(path)
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(run, pytest.fail)
+    exec(re.search(r"saved\S+ = \S+", str(refused.value))[0], {"saved": saved, "ddp_utils": ddp_utils})
+    torch.save(saved, path)
+    load_checkpoint(run, pytest.fail)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(run):

@@ -1,6 +1,7 @@
 """Optimizers that keep more than tensors, as some packages do."""
 
 import torch
+import torch.distributed as dist
 
 
 class Schedule(torch.optim.Optimizer):
@@ -45,3 +46,15 @@ class Lists(torch.optim.SGD):
                     group["total"] = seen.sum()
                     p.grad.add_(state["means"][0]).mul_(1 + state["means"][2][0] + group["total"])
         super().step()
+
+
+class Divided(torch.optim.SGD):
+    """Keeps the state of a parameter on one rank, or, if it is `sliced`, another part of it on each."""
+
+    sliced = False
+
+    def step(self):
+        rank = dist.get_rank()
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if self.sliced or i == rank:
+                self.state[p]["mean"] = torch.full((3,), rank)

@@ -26,7 +26,7 @@ import model
 import train_gpt2
 from cli.errors import RetryableError
 from ddp_utils import list_checkpoints, step_of
-from startup.directory import RunLock, commit_of, run_directory, run_files
+from startup.directory import RunLock, commit_of, run_directory, run_files, say_changes
 from weights.use import load_run
 
 GPT2 = Trainer("train_gpt2.py", max_new_tokens=5, batch=2)
@@ -156,6 +156,14 @@ def test_a_run_knows_its_code_and_says_once_what_has_changed(shards, tmp_path, c
     other = GPT2.train(0, shards, out, steps=6)
     assert other.code == 0 and other.out.count("resuming with") == 2, other.out  # --steps
     assert "BETAS [0.9, 0.99] (was [0.9, 0.95])" in other.out, other.out
+
+
+def test_a_copy_of_a_file_of_the_library_is_named(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "data.py", tmp_path / "data_mine.py")
+    monkeypatch.setitem(sys.modules, "data_mine", None)
+    said = []
+    say_changes(SimpleNamespace(trainer=tmp_path / "train_mine.py", saved=None), said.append)
+    assert ["data.py and data_mine.py" in text for text in said] == [True]
 
 
 @pytest.mark.parametrize("text, trainer, starts", [

@@ -1,8 +1,10 @@
 """What training/step.py asks of an optimizer of your own: what it keeps is restored, or refused by name."""
 
 import math
+import re
 from contextlib import nullcontext
 
+import copies
 import numpy as np
 import pytest
 import torch
@@ -158,3 +160,13 @@ def test_what_is_frozen_thawed_or_added_later_is_named_in_its_step(world):
     other(torch.ones(300)).sum().backward()
     with pytest.raises(RunError, match=r"AdamW .*\[200, 300\]"):
         go_on(state, range(1))
+
+
+@pytest.mark.parametrize("strategy, named", [("ddp", "/mean"), ("zero1", "Divided")])
+def test_state_that_ranks_divide_is_refused_on_each(strategy, named, shards, tmp_path):
+    """By name, in the first step. With ddp also if only its values differ."""
+    made = f"import own_optimizers as own\nown.Divided.sliced = {strategy == 'ddp'}\n"
+    trainer = copies.changed(tmp_path / "train_divided.py", (
+        f"={made}optimizers = [own.Divided(model.parameters())]", "optimizers = "))
+    done = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
+    assert done.code == 2 and len(re.findall(f"error: .*{named}", done.out)) == 2, done.out

@@ -21,6 +21,7 @@ from ddp_utils import list_checkpoints, read_checkpoint
 from model import GPT2
 from ops.device import compute_dtype
 from training.strategies import set_modes
+from weights.huggingface import config_from_hf
 from weights.init_from import enlarged, load_frozen
 from weights.use import load_model, load_run
 
@@ -163,3 +164,8 @@ def test_a_variant_starts_from_its_baseline(shards, tmp_path):
     assert after.keys() - before.keys() == {"second.weight", "second.bias"}
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert after["second.weight"].std() > 0 and torch.equal(after["second.weight"], again["second.weight"])
+
+
+def test_a_file_in_place_of_a_directory_is_named_with_it(tmp_path):
+    with pytest.raises(UserError, match=f"hf:{tmp_path}[.]"):
+        config_from_hf(GPT2, shutil.copy(__file__, tmp_path))

@@ -1,6 +1,7 @@
 """weights/use.py: load_run, and what --prompt and --chat do at a keyboard and in pipes."""
 
 import io
+import shutil
 import sys
 from unittest import mock
 
@@ -13,7 +14,8 @@ from runs import Trainer, evaluations_of
 import data
 import ddp_utils
 import train_gpt2
-from cli.errors import RunError
+from cli.errors import UserError
+from ddp_utils import list_checkpoints
 from model import GPT2
 from weights import use
 
@@ -36,8 +38,14 @@ def test_a_run_is_loaded_for_use_as_it_was_evaluated(run, shards, tmp_path):
         labels += (y >= 0).sum().item()
     assert loss / labels == pytest.approx(evaluations_of(run)[-1]["val_loss"], abs=1e-5)
     assert tokenizer.decode(tokenizer.encode("def").tolist()) == "def"
-    with pytest.raises(RunError):
+    with pytest.raises(UserError):
         use.load_run(GPT2, tmp_path)
+
+
+def test_load_run_takes_best_beside_a_damaged_checkpoint(run, tmp_path):
+    damaged = shutil.copytree(run, tmp_path / "run")
+    list_checkpoints(damaged)[0].write_bytes(b"PK")
+    use.load_run(GPT2, damaged)
 
 
 @pytest.mark.parametrize("flags, begins", [
