@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from runs import (
 from states import batch, flags_of, make, placed, train_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import startup.run
 import train_gpt2
 import train_hrm
 from cli.errors import UserError
@@ -32,8 +30,6 @@ from ddp_utils import list_checkpoints, step_of
 from model import use_device
 from ops.ema import local_shard
 from training.strategies import memory_of, refuse_together, reshard, wrap
-from vocab.tokenizer import load_tokenizer
-from weights import sampling
 
 
 @pytest.mark.parametrize("place, flags, named", [
@@ -129,18 +125,6 @@ def check_memory(world) -> None:
             elif what == "gradients":
                 exact -= max(p.nbytes for p in model.parameters())
             assert n == exact, (strategy, what)
-
-
-def check_who_writes_samples(world) -> None:
-    """Rank 0 alone; all of them, if each holds a shard."""
-    dataset = SimpleNamespace(tokenizer=load_tokenizer("bytes"), marker_ids={"response": -1}, vocab_size=None)
-    state = SimpleNamespace(model=make(), averaged_weights=contextlib.nullcontext)
-    for strategy, writers in (("zero1", {0}), ("zero3", {0, 1})):
-        args = flags_of(train_hrm, ["--strategy", strategy, "--sample-prompt", "a"])
-        run = SimpleNamespace(args=args, dataset=dataset, world=world, say=str)
-        with mock.patch.object(sampling, "samples_of", return_value=[["b"]]) as found:
-            startup.run.sample(state, run, 1)
-        assert found.called == (world.rank in writers)
 
 
 class Calls(TorchDispatchMode):
