@@ -44,7 +44,7 @@ MISTAKES = {
     "data.py peek ready --seq-len 100000000": "ready 100000000 --seq-len",
     "data.py prepare --dataset nonsense": "nonsense text:GLOB",
     "data.py prepare --dataset text:none/*.txt": "none/*.txt shards/",
-    "data.py prepare --dataset text:ready/train_000000.bin": "train_000000.bin UTF-8",
+    "data.py prepare --dataset text:ready/train_000000.bin": "train_000000.bin array",
     "data.py prepare --dataset jsonl:bad.jsonl": "bad.jsonl 2",
     "data.py prepare --tokenizer cl100k_base": "cl100k_base TIKTOKEN_CACHE_DIR",
     "data.py prepare --out ready --tokenizer bpe:300": "ready bytes bpe:300 --out",
