@@ -1,10 +1,13 @@
 """How a command fails: one-sentence errors, exit codes, and access to files."""
 
+import atexit
 import contextlib
 import errno
 import functools
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 HOST = os.uname().nodename  # the name of this machine
@@ -78,13 +81,40 @@ def local_rank() -> int:
     return from_launcher("LOCAL_RANK")
 
 
+def owns_python(module: str = "__main__") -> bool:
+    """Whether Python ends with the script whose __name__ is `module`: it's the file that was started, and
+    neither runpy, a console, a profiler nor a debugger goes on after it.
+    """
+    names = [frame.name for frame in traceback.extract_stack() if frame.filename != "<frozen runpy>"]
+    others = sys.flags.inspect or sys.gettrace() or sys.getprofile()
+    return module == "__main__" and names[0] == "<module>" not in names[1:] and not others
+
+
+def end_python(code: int):
+    """Calls what is registered with atexit, and ends the process without Python's teardown, in which threads
+    of torch and pyarrow can abort it.
+    """
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stdout.flush()  # stderr is line-buffered
+    os._exit(code)
+
+
 def run_command(main):
-    """Runs main(), and ends the process with its exit code or the exit code of a UserError."""
+    """Runs main(), and ends with exit code 0 or that of a UserError."""
+    code = 0
     try:
-        sys.exit(main())
+        main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    end_python(code) if owns_python(main.__module__) else sys.exit(code)
+
+
+def set_handler(number: int, handler):
+    """Like signal.signal, which raises ValueError if main() runs in a thread."""
+    with contextlib.suppress(ValueError):
+        signal.signal(number, handler)
 
 
 @contextlib.contextmanager
