@@ -843,12 +843,10 @@ class Checkpoints:
             try:
                 self.directory.mkdir(exist_ok=True)
                 function(path, *args)
-            except Exception as error:  # mostly a full disk, but torch.save doesn't say so
-                reason = first_line(error)
-                with suppress(OSError):  # the directory may be gone
-                    reason += f", with {shutil.disk_usage(self.directory).free / 1e9:.2f} GB free on the disk"
-                self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
-                         "again at the next save")
+            except Exception as error:  # mostly a full disk, which torch.save hides behind a RuntimeError
+                cause = error if isinstance(error, OSError) else error.__context__ or error
+                self.say(f"WARNING: {path.name} was not written: {first_line(cause)}; training continues, "
+                         "and tries again at the next save")
 
         process.unwritten = [self._thread.submit(job)]
 

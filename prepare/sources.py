@@ -24,6 +24,7 @@ import sysconfig
 import urllib.parse
 import urllib.request
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +55,7 @@ class Progress:
     done: int = 0  # bytes read, for the progress bar
     total: int | None = None  # bytes
     seen: int = 0  # documents that were read to their end, or skipped
-    divided: bool = False  # whether split_on occurred
+    divided: Counter = field(default_factory=Counter)  # how often split_on occurred in each file
     unread: dict = field(default_factory=dict)  # names of fields that are not used, in their order
 
 
@@ -297,8 +298,8 @@ def read_task(source, progress):
 
 
 def read_text(source, progress):
-    """One document per file, or per part of a file between two --split-on. With tail:F, the file at the
-    boundary is divided.
+    """One document per file, or per part of a file between two --split-on, whose line ends may be those of
+    Windows. With tail:F, the file at the boundary is divided.
     """
     split_on = source.settings.get("split_on")
     for path, begin, end, split in parts_of(source, progress):
@@ -306,10 +307,11 @@ def read_text(source, progress):
         if not split_on:
             yield blocks, split
             continue
+        any_line_end = re.escape(split_on.replace("\r\n", "\n")).replace("\\\n", "\r?\n")
         rest = ""
         for block in blocks:
-            *texts, rest = (rest + block).split(split_on)
-            progress.divided |= bool(texts)
+            *texts, rest = re.split(any_line_end, rest + block)
+            progress.divided[f"{path}"] += len(texts)
             for text in texts:
                 yield [text], split
             if len(rest) > 64 * BLOCK:
