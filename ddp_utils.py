@@ -215,10 +215,12 @@ def cleanup_on_exit(main):
 
 def leave_at_once(number, frame):
     """The handler of Ctrl-C while torch compiles or counts FLOPs. It ends the process, because torch can lose
-    an exception there.
+    an exception there; but not a notebook's or another process that goes on.
     """
+    if not process.launched:
+        raise KeyboardInterrupt
     if local_rank() == 0:
-        os.write(2, b"\nstopped\n")
+        os.write(2, b"\nstopped at once, without another checkpoint\n")
     os._exit(130)
 
 
@@ -966,10 +968,7 @@ class StopVote:
     def _on_signal(self, number, frame):
         # One Ctrl-C arrives twice, from the terminal and from torchrun. A second press comes later.
         if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
-            os.write(2, b"\nstopped at once, without another checkpoint\n")
-            if not process.launched:
-                raise KeyboardInterrupt
-            os._exit(130)
+            leave_at_once(number, frame)
         if not self.signal:
             self._since = time.monotonic()  # set it first, because a signal may come between these two lines
             self.signal = number
