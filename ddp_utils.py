@@ -276,7 +276,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         use_libdevice_of_triton()
     else:
         keep_freed_memory()
-        if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
+        threads = from_launcher("OMP_NUM_THREADS")
+        if threads < 1 or threads == 1 and local_world_size > 1:
             # torchrun's default of OMP_NUM_THREADS=1 leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
     if not by_torchrun:  # gloo opens a port even for one process; keep it local

@@ -5,12 +5,16 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 import traceback
 from pathlib import Path
 
 HOST = os.uname().nodename  # the name of this machine
+for name, value in [*os.environ.items()]:  # set to nothing, as in X=$UNSET, means not set
+    if not value and re.match("(CUBLAS|GLOO|HF|NCCL|TORCH_NCCL|TRITON|WANDB)_", name):
+        del os.environ[name]
 
 
 class UserError(Exception):
@@ -73,7 +77,7 @@ def names_in(directory: Path) -> list[str]:
 
 def from_launcher(name: str, otherwise: int = 0) -> int:
     """A number from the environment. Text that isn't a number is refused later, when the processes join."""
-    text = os.environ.get(name, "")
+    text = os.environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
     return int(text) if text.isdecimal() else otherwise
 
 
@@ -101,10 +105,11 @@ def end_python(code: int):
 
 
 def run_command(main):
-    """Runs main(), and ends with exit code 0 or that of a UserError."""
+    """Runs main(), and ends with exit code 0, also after a broken pipe, or that of a UserError."""
     code = 0
     try:
-        main()
+        with oserror_as_retryable(), contextlib.suppress(BrokenPipeError):  # from `peek … | head`
+            main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -4,12 +4,11 @@ import argparse
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, oserror_as_retryable, owns_python
+from cli.errors import UserError, owns_python
 from cli.files import sha256_of
 from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count, positive_int
 from data import (
@@ -154,8 +153,4 @@ def command():
     # not if the shell started us in the background, where SIGINT is ignored
     if owns_python() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
-    try:
-        with oserror_as_retryable():
-            main()
-    except BrokenPipeError:  # from `peek … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main()
