@@ -45,13 +45,16 @@ from cli.errors import (
     RetryableError,
     RunError,
     UserError,
+    end_python,
     first_line,
     from_launcher,
     joined,
     local_rank,
     names_in,
     oserror_as_retryable,
+    owns_python,
     say,
+    set_handler,
 )
 from cli.files import cpu_count, fsync_directory, replacing
 from cluster.diagnosis import WHEN_CUT_OFF, diagnose
@@ -76,7 +79,7 @@ class Process:
     """Owns how this process ends: whether it failed, and what to close first."""
 
     def __init__(self):
-        self.launched: Callable | None = None  # the main() that `launch` runs; the process ends after it
+        self.launched: Callable | None = None  # the main() that `launch` runs, if the process ends after it
         self.heartbeat: Heartbeat | None = None  # if there are several processes
         self.exit_code = 0  # of the run
         self.at_end = ExitStack()  # what to close when a run ends, the newest first
@@ -135,23 +138,28 @@ def launch(main):
         2      any other UserError, or a missing compiler
         130    Ctrl-C
 
-    It calls os._exit, because torch's C++ threads can abort a process while Python tears it down.
+    If something else runs the script, such as a console or a profiler, it cleans up as in a notebook, and
+    raises SystemExit with that code, or the unforeseen error. Of several processes, one that fails still ends
+    here.
     """
-    process.launched = main
+    owner = owns_python(main.__module__)
+    if owner:
+        process.launched = main
+        # After the soft CPU limit the kernel sends SIGXCPU every second, so StopVote will see a later one.
+        signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     get_error_handler().initialize()
-    # After the soft CPU limit the kernel sends SIGXCPU every second, so StopVote will see a later one.
-    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
         with oserror_as_retryable():
-            main()
+            main() if owner else cleanup_on_exit(lambda _: main())()
         code, text, reason = 0, "", ""
     except BaseException as error:
+        failure = error
         code, text, reason = ending_of(error)
     process.exit_code = code
     unwritten = process.one_has_failed() and process.unwritten
     # When one process fails, torchrun sends signals to the others. While a checkpoint is being written, they
     # must not end this one. SIGXCPU, the last in the list, never does.
-    for signum in STOP_SIGNALS[:-1]:
+    for signum in STOP_SIGNALS[:-1] if owner else ():
         signal.signal(signum, signal.SIG_IGN if unwritten else signal.SIG_DFL)
     if text and (code != 130 or local_rank() == 0):
         if local_rank() > 0:
@@ -162,9 +170,9 @@ def launch(main):
     process.at_end.close()
     if code == 0:  # this can hang after a failure
         process.leave_group(sys.excepthook)
-    with suppress(OSError):  # the terminal may be gone
-        sys.stdout.flush()  # stderr is line-buffered
-    os._exit(code)
+    if owner or process.one_has_failed():  # after a failure Python's teardown can hang
+        end_python(code)
+    raise failure if reason and not text else SystemExit(code)
 
 
 def end_lost(cause: str):
@@ -198,7 +206,7 @@ def cleanup_on_exit(main):
         finally:
             if not process.one_has_failed():
                 for signum, handler in handlers.items():
-                    signal.signal(signum, handler)
+                    set_handler(signum, handler)
             process.at_end.close()
 
     return run
@@ -206,10 +214,12 @@ def cleanup_on_exit(main):
 
 def leave_at_once(number, frame):
     """The handler of Ctrl-C while torch compiles or counts FLOPs. It ends the process, because torch can lose
-    an exception there.
+    an exception there; but not a notebook's or another process that goes on.
     """
+    if not process.launched:
+        raise KeyboardInterrupt
     if local_rank() == 0:
-        os.write(2, b"\nstopped\n")
+        os.write(2, b"\nstopped at once, without another checkpoint\n")
     os._exit(130)
 
 
@@ -265,7 +275,8 @@ def init(backend: str = "auto", device: str = "auto", timeout: float = 600, comp
         use_libdevice_of_triton()
     else:
         keep_freed_memory()
-        if "OMP_NUM_THREADS" not in env or env["OMP_NUM_THREADS"] == "1" and local_world_size > 1:
+        threads = from_launcher("OMP_NUM_THREADS")
+        if threads < 1 or threads == 1 and local_world_size > 1:
             # torchrun's default of OMP_NUM_THREADS=1 leaves most cores idle
             torch.set_num_threads(max(1, cpu_count() // local_world_size))
     if not by_torchrun:  # gloo opens a port even for one process; keep it local
@@ -862,12 +873,10 @@ class Checkpoints:
             try:
                 self.directory.mkdir(exist_ok=True)
                 function(path, *args)
-            except Exception as error:  # mostly a full disk, but torch.save doesn't say so
-                reason = first_line(error)
-                with suppress(OSError):  # the directory may be gone
-                    reason += f", with {shutil.disk_usage(self.directory).free / 1e9:.2f} GB free on the disk"
-                self.say(f"WARNING: {path.name} was not written: {reason}; training continues, and tries "
-                         "again at the next save")
+            except Exception as error:  # mostly a full disk, which torch.save hides behind a RuntimeError
+                cause = error if isinstance(error, OSError) else error.__context__ or error
+                self.say(f"WARNING: {path.name} was not written: {first_line(cause)}; training continues, "
+                         "and tries again at the next save")
 
         process.unwritten = [self._thread.submit(job)]
 
@@ -982,13 +991,12 @@ class StopVote:
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for signum in STOP_SIGNALS:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(signum, self._on_signal)
+                set_handler(signum, self._on_signal)
 
     def _on_signal(self, number, frame):
         # One Ctrl-C arrives twice, from the terminal and from torchrun. A second press comes later.
         if number == signal.SIGINT and self.signal and time.monotonic() - self._since > 2:
-            os.write(2, b"\nstopped at once, without another checkpoint\n")
-            os._exit(130)
+            leave_at_once(number, frame)
         if not self.signal:
             self._since = time.monotonic()  # set it first, because a signal may come between these two lines
             self.signal = number

@@ -1,13 +1,20 @@
 """How a command fails: one-sentence errors, exit codes, and access to files."""
 
+import atexit
 import contextlib
 import errno
 import functools
 import os
+import re
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 HOST = os.uname().nodename  # the name of this machine
+for name, value in [*os.environ.items()]:  # set to nothing, as in X=$UNSET, means not set
+    if not value and re.match("(CUBLAS|GLOO|HF|NCCL|TORCH_NCCL|TRITON|WANDB)_", name):
+        del os.environ[name]
 
 
 class UserError(Exception):
@@ -70,7 +77,7 @@ def names_in(directory: Path) -> list[str]:
 
 def from_launcher(name: str, otherwise: int = 0) -> int:
     """A number from the environment. Text that isn't a number is refused later, when the processes join."""
-    text = os.environ.get(name, "")
+    text = os.environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
     return int(text) if text.isdecimal() else otherwise
 
 
@@ -78,13 +85,41 @@ def local_rank() -> int:
     return from_launcher("LOCAL_RANK")
 
 
+def owns_python(module: str = "__main__") -> bool:
+    """Whether Python ends with the script whose __name__ is `module`: it's the file that was started, and
+    neither runpy, a console, a profiler nor a debugger goes on after it.
+    """
+    names = [frame.name for frame in traceback.extract_stack() if frame.filename != "<frozen runpy>"]
+    others = sys.flags.inspect or sys.gettrace() or sys.getprofile()
+    return module == "__main__" and names[0] == "<module>" not in names[1:] and not others
+
+
+def end_python(code: int):
+    """Calls what is registered with atexit, and ends the process without Python's teardown, in which threads
+    of torch and pyarrow can abort it.
+    """
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        sys.stdout.flush()  # stderr is line-buffered
+    os._exit(code)
+
+
 def run_command(main):
-    """Runs main(), and ends the process with its exit code or the exit code of a UserError."""
+    """Runs main(), and ends with exit code 0, also after a broken pipe, or that of a UserError."""
+    code = 0
     try:
-        sys.exit(main())
+        with oserror_as_retryable(), contextlib.suppress(BrokenPipeError):  # from `peek … | head`
+            main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    end_python(code) if owns_python(main.__module__) else sys.exit(code)
+
+
+def set_handler(number: int, handler):
+    """Like signal.signal, which raises ValueError if main() runs in a thread."""
+    with contextlib.suppress(ValueError):
+        signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
 """Files that survive a crash, locks, JSON and digests."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 
-from cli.errors import RetryableError, oserror_as_retryable
+from cli.errors import RetryableError, UserError, oserror_as_retryable
 
 
 def fsync_directory(path: Path):
@@ -54,12 +55,17 @@ def lock_file(file, when_held) -> str:
     return ""
 
 
-def why_not_made(directory: Path, error: OSError) -> str:
-    """Why a directory cannot be made: a dangling link in its path, or else the system's reason."""
+def not_made(directory: Path, error: OSError, way_out: str) -> UserError:
+    """The error for a directory that cannot be made or written. A full disk, a quota, or a broken connection
+    may be repaired while the same command is tried again.
+    """
+    reason = error.strerror
     for path in (directory, *directory.parents):
         if os.path.islink(path) and not os.path.exists(path):  # Path's methods would raise here
-            return f"{path} is a link to {os.readlink(path)}, which is not there"
-    return error.strerror
+            reason = f"{path} is a link to {os.readlink(path)}, which is not there"
+    passing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+    kind = RetryableError if passing else UserError
+    return kind(f"{directory} cannot be written ({reason}): {way_out}.")
 
 
 def write_atomically(path: Path, *chunks):

@@ -22,6 +22,7 @@ from cli.errors import (
     from_launcher,
     joined,
     oserror_as_retryable,
+    set_handler,
 )
 from cluster import roll_call
 
@@ -215,7 +216,7 @@ class Heartbeat:
 
     def find_cause(self) -> str:
         """Says in one sentence why a collective failed, "" if unknown. Takes some seconds."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
+        set_handler(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when another process here failed
         try:
             self.call(self._look_for_cause, timeout=self.PATIENCE + 3 * self.BEAT)
             return self.cause

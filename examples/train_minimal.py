@@ -14,6 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import data
+from cli.errors import end_python, owns_python
 from cli.files import cpu_count
 from model import GPT2, GPT2Config, learning_rate, make_optimizers, pad_vocab, use_device
 from ops.device import compute_dtype
@@ -24,9 +25,8 @@ BATCH, GLOBAL_BATCH = 8, 16  # sequences in a forward pass, and in a step of all
 STEPS, EVERY = 300, 100  # EVERY: steps between evaluations, each with a checkpoint
 LR, WARMUP, BETAS, WEIGHT_DECAY, CLIP, SEED = 3e-3, 30, (0.9, 0.95), 0.1, 1.0, 0
 
-# The number of this process, from torchrun
-rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-world_size = int(os.environ.get("WORLD_SIZE", 1))
+rank, local_rank = (int(os.environ.get(name) or 0) for name in ("RANK", "LOCAL_RANK"))  # from torchrun
+world_size = int(os.environ.get("WORLD_SIZE") or 1)
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 world = SimpleNamespace(rank=rank, world_size=world_size, device=device)
 if world_size > 1:
@@ -96,4 +96,5 @@ while step < STEPS:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(saved, f"{CHECKPOINT}.tmp")
             os.replace(f"{CHECKPOINT}.tmp", CHECKPOINT)  # a kill leaves the old file or the new one, whole
-os._exit(0)  # Python's own end sometimes aborts, because threads of torch are still running
+if owns_python():  # Python's own end sometimes aborts, because threads of torch are still running
+    end_python(0)

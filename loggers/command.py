@@ -21,9 +21,10 @@ import os
 import statistics
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
-from cli.errors import PACKAGE_ERRORS, UserError, oserror_as_retryable, say
+from cli.errors import PACKAGE_ERRORS, UserError, say
 from cli.parser import ArgumentParser, bounded, local_path
 from loggers.machine import format_reading, read_machine, why_not
 from loggers.picture import draw_curves
@@ -109,7 +110,7 @@ def show_picture(path: Path, draw, *what):
 
 
 def main(argv: list[str] | None = None):
-    """The command. Ctrl-C and a broken pipe end it without an error."""
+    """The command. Ctrl-C ends it without an error."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=local_path, metavar="RUN_DIR",
                         help="one run: print a summary, draw its curves; several: print a line for each; "
@@ -120,11 +121,6 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--once", action="store_true", help="stop after the first reading")
     parser.add_argument("--json", action="store_true", help="print readings as JSON, one per line, in "
                         "bytes")
-    try:
+    with suppress(KeyboardInterrupt):
         args = parser.parse_args(argv)
-        with oserror_as_retryable():
-            show_runs(args.runs) if args.runs else watch_machine(args)
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # as in `python monitor.py | head`; at exit Python would flush into it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        show_runs(args.runs) if args.runs else watch_machine(args)

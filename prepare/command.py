@@ -4,12 +4,11 @@ import argparse
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from cli.errors import UserError, oserror_as_retryable
+from cli.errors import UserError, owns_python
 from cli.files import sha256_of
 from cli.parser import ArgumentParser, expanded, flag_group, local_path, parse_count, positive_int
 from data import (
@@ -150,18 +149,8 @@ def stop(number, frame):
 
 
 def command():
-    """Runs the command and ends the process."""
-    code = 0
+    """Runs the command."""
     # not if the shell started us in the background, where SIGINT is ignored
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if owns_python() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
-    try:
-        with oserror_as_retryable():
-            main()
-    except UserError as error:
-        code = error.exit_code
-        print(f"error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # from `peek … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.stdout.flush()
-    os._exit(code)  # a normal exit can abort while pyarrow's threads still run
+    main()

@@ -1,7 +1,6 @@
 """From a source to a directory of shards. After a kill, it resumes after the last shard that was written."""
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import math
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.errors import RetryableError, UserError, joined, say
-from cli.files import cpu_count, lock_file, sha256_of, why_not_made, write_atomically
+from cli.errors import UserError, joined, say
+from cli.files import cpu_count, lock_file, not_made, sha256_of, write_atomically
 from data import FILE_PREFIXES, SHORT_NAMES, in_order, read_manifest, read_tokenizer
 from prepare.packing import ShardWriter, shard_dtype, total, write_manifest
 from prepare.sources import (
@@ -192,9 +191,7 @@ def lock_directory(out: Path):
                             "prepare another --out.")
         lock = open(out / ".lock", "a")  # "a", because a link's target must not be emptied
     except OSError as error:
-        kind = RetryableError if error.errno == errno.ENOSPC else UserError
-        raise kind(f"{out} cannot be written: {why_not_made(out, error)}; give data.py prepare another "
-                   "--out.")
+        raise not_made(out, error, "give data.py prepare another --out")
     with lock:
         lock_file(lock, lambda: say(f"waiting for another process that is preparing {out}"))
         yield
@@ -308,8 +305,9 @@ def tokenize(writer: ShardWriter, source: Source, tokenizer, workers: int):
                 break
     if warning := check_loss(tokenizer.name, writer.lost):
         say(warning)
-    if undivided := [*progress.divided.values()].count(0):
-        say(f"WARNING: --split-on {settings['split_on']!r} isn't in {undivided} of {len(source.files)} files")
+    if without := [name for name, times in progress.divided.items() if not times]:
+        say(f"WARNING: --split-on {settings['split_on']!r} does not occur in {len(without)} of "
+            f"{len(progress.divided)} files: {joined(without)}")
     if marks:
         say(f"note: {EOT} occurs {marks:,} times as plain text in the first 10M tokens; to divide a text: "
             f"source into documents there, use --split-on '{EOT}'")

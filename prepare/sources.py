@@ -313,8 +313,8 @@ def read_task(source, progress):
 
 
 def read_text(source, progress):
-    """One document per file, or per part of a file between two --split-on. With tail:F, the file at the
-    boundary is divided.
+    """One document per file, or per part of a file between two --split-on, whose line ends may be those of
+    Windows. With tail:F, the file at the boundary is divided.
     """
     split_on = source.settings.get("split_on")
     for path, begin, end, split in parts_of(source, progress):
@@ -322,11 +322,11 @@ def read_text(source, progress):
         if not split_on:
             yield blocks, split
             continue
-        separator = re.escape(split_on).replace("\\\n", "\r?\n")  # a line end may be that of Windows
+        any_line_end = re.escape(split_on.replace("\r\n", "\n")).replace("\\\n", "\r?\n")
         rest = ""
         for block in blocks:
-            *texts, rest = re.split(separator, rest + block)
-            progress.divided[path] += len(texts)
+            *texts, rest = re.split(any_line_end, rest + block)
+            progress.divided[f"{path}"] += len(texts)
             for text in texts:
                 yield [text], split
             if len(rest) > 64 * BLOCK:

@@ -1,6 +1,5 @@
 """The directory of a run: its name, the lock that keeps other runs out, its copy of the code, config.json."""
 
-import errno
 import filecmp
 import os
 import shlex
@@ -14,8 +13,8 @@ from pathlib import Path
 from torch import nn
 
 import monitor
-from cli.errors import HOST, RetryableError, UserError, oserror_as_retryable, say
-from cli.files import lock_file, to_json, why_not_made
+from cli.errors import HOST, RetryableError, oserror_as_retryable, say
+from cli.files import lock_file, not_made, to_json
 from data import sources_of
 from ddp_utils import OWN_CHECKPOINT_NAME, Run, process
 from model import num_params
@@ -48,8 +47,7 @@ class RunLock:
             (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise (RetryableError if error.errno == errno.ENOSPC else UserError)(
-                f"{self.out} cannot be written ({why_not_made(self.out, error)}): choose another --out.")
+            raise not_made(self.out, error, "choose another --out")
         file = self._file = os.fdopen(descriptor, "r+")
 
         def refuse():

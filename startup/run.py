@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import monitor
-from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say
+from cli.errors import HOST, PACKAGE_ERRORS, RunError, UserError, say, set_handler
 from cli.files import to_json
 from cli.flags import SHARDED, Command, flags_of_model, uses_model
 from cluster.diagnosis import refuse_lone_tasks
@@ -291,14 +291,13 @@ def load_data(run: Run, **more) -> Dataset:
     useful, args.checkpoint_activations, run.needs = on_rank0(before_data, run, more, free)
 
     def read():
-        if process.launched:  # see `stop` in prepare/command.py
-            handler = signal.signal(signal.SIGINT, leave_at_once)
+        handler = signal.getsignal(signal.SIGINT)
+        set_handler(signal.SIGINT, leave_at_once)  # see `stop` in prepare/command.py
         limits = {name: getattr(args, name) for name in LIMITS}
         watch = process.heartbeat.raise_if_lost if process.heartbeat else lambda: None
         directories = [locate(source, args.tokenizer, useful, run.world.local_rank, watch, args.seq_len,
                               run.say, **limits) for source in sources_of(args.data)]
-        if process.launched:
-            signal.signal(signal.SIGINT, handler)
+        set_handler(signal.SIGINT, handler)
         dataset = Dataset(directories, args.seq_len, args.tokenizer, vars(args).get("loss", "all"))
         if run.change_data:
             run.change_data(dataset)
@@ -414,8 +413,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
     prints the plan. Returns the log, the metadata of checkpoints, which record `settings`, and the steps and
     samples that are done.
     """
-    if process.launched:  # until StopVote, see warm_up
-        signal.signal(signal.SIGINT, leave_at_once)
+    set_handler(signal.SIGINT, leave_at_once)  # until StopVote, see warm_up
     world, dataset, model = run.world, run.dataset, state.model
     meta = metadata(model, run, precision=str(model.compute_dtype).removeprefix("torch."), **settings)
     run.state, run.meta = state, meta

@@ -1,6 +1,7 @@
 """ddp_utils.py: agreement of several processes, endings, devices, and checkpoints on disk."""
 
 import ctypes
+import errno
 import gc
 import itertools
 import json
@@ -12,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,22 @@ def test_exit_codes(monkeypatch, capsys, error, code, named):
     assert text == f"error: {reason}" or not named
 
 
+@pytest.mark.parametrize("error, kind", [
+    (UserError("so"), SystemExit), (ZeroDivisionError(), ZeroDivisionError)])
+def test_what_runs_a_trainer_goes_on_after_it(error, kind):
+    """As pytest does here, and a console, a profiler or a debugger elsewhere; also in a thread."""
+    def main():
+        StopVote(ddp_utils.init("gloo", "cpu"))
+        raise error
+
+    before = [*map(signal.getsignal, STOP_SIGNALS)]
+    for run in (ThreadPoolExecutor(1).map, map):
+        with pytest.raises(kind):
+            next(run(ddp_utils.launch, [main]))
+        assert not torch.distributed.is_initialized()
+        assert [*map(signal.getsignal, STOP_SIGNALS)] == before
+
+
 def test_a_lost_peer_of_nccl_is_asked_after(monkeypatch):
     """As torch 2.15 says it: the error is no DistError there."""
     lost = SimpleNamespace(find_cause=lambda: "rank 1 is gone.")
@@ -238,6 +255,15 @@ def test_strict_runs_do_not_add_up_in_nvswitches(world, monkeypatch):
         monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"} | before)
         startup.run.start(flags_of(train_gpt2, ["--device", "cpu", flag]))
     assert found == ["0", None, "1"]
+
+
+@pytest.mark.parametrize("value", ["", "0", "auto", "1", "2,1"])
+def test_what_is_no_number_of_threads_is_not_set(value, request, monkeypatch):
+    known = "1" in value
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(torch, "set_num_threads", pytest.fail if known else mock.Mock())
+    request.getfixturevalue("world")
+    assert known or torch.set_num_threads.called
 
 
 @pytest.mark.parametrize("capability, ask, named", [
@@ -432,12 +458,14 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
     state, said, real = make_state(world), [], torch.save
 
     def fail(content, file):
-        file.write(b"half of it")
-        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
+        try:
+            file.write(b"half of it")
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
 
     checkpoints = Checkpoints(tmp_path, world, 3, said.append)
     checkpoints.log = SimpleNamespace(evaluations={2: 1.0})
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=370e9))
     for step, save_with in ((1, real), (2, fail), (3, real), (4, fail)):
         monkeypatch.setattr(torch, "save", save_with)
         checkpoints.save(step, state, META)
@@ -446,7 +474,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path, world, monkeypat
         wait(ddp_utils.process.unwritten)
         assert not [*checkpoints.directory.glob(".tmp*")]
         assert (checkpoints.directory / "best.pt").exists() == (step > 2)
-    assert "370.00 GB" in said[1]  # not 3.7e+02
+    assert os.strerror(errno.EDQUOT) in said[1]
     assert checkpoints.log.evaluations == {2: math.inf}
     assert [ddp_utils.step_of(path) for path in list_checkpoints(tmp_path)] == [3, 1]
     assert read_checkpoint(checkpoints.directory / "best.pt")["step"] == 3

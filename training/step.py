@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from cli.errors import RunError, UserError, joined
+from cli.errors import RunError, UserError, joined, set_handler
 from cluster.late import Late
 from ddp_utils import (
     HostCopy,
@@ -230,8 +230,7 @@ class TrainState:
         first step, which changes the order of sums. Otherwise a resumed run would drift from an uninterrupted
         one.
         """
-        if process.launched:  # in a notebook it would end the kernel
-            signal.signal(signal.SIGINT, leave_at_once)
+        set_handler(signal.SIGINT, leave_at_once)
         self._refuse_thawed()
         later = after_ramp or example
         for i, inputs in enumerate((example, later, later)):

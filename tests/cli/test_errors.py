@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Finished
+from conftest import ROOT, Finished, finish, start
 from processes import Group
 from runs import Trainer
 
@@ -248,3 +248,18 @@ def test_errors_and_names_are_shortened():
     assert first_line(ValueError("a  b\nc")) == "ValueError: a b" and first_line(UserError("a\nb")) == "a"
     assert len(first_line(ValueError("x" * 400))) == 300
     assert joined([*"abcdefgh"])[-1] == "h" and joined([*"abcdefghi"]).endswith(", h and 1 more")
+
+
+@pytest.mark.parametrize("words, said", [("", "at exit"), ("-i", ">>> "), ("-mcProfile", "function calls")])
+def test_what_runs_a_script_goes_on_after_it(words, said, tmp_path):
+    text = 'import atexit\natexit.register(print, "at exit")\n' + (ROOT / "data.py").read_text()
+    (tmp_path / "s.py").write_text(text)
+    done = finish(start([sys.executable, *words.split(), tmp_path / "s.py", "info", "nowhere"]))
+    assert "error: nowhere" in done.out and "at exit" in done.out and said in done.out, done.out
+
+
+def test_a_variable_that_is_set_to_nothing_is_not_set():
+    """But no GPU is visible if that one is set to nothing."""
+    code = "import os, cli.errors; print([*map(os.environ.get, ('WANDB_MODE', 'CUDA_VISIBLE_DEVICES'))])"
+    done = finish(start([sys.executable, "-c", code], WANDB_MODE="", CUDA_VISIBLE_DEVICES=""))
+    assert done.out == "[None, '']\n"

@@ -1,8 +1,10 @@
 """Files that survive a crash, locks, digests and JSON."""
 
+import errno
+
 import pytest
 
-from cli.files import lock_file, replacing, sample_digest, to_json, write_atomically
+from cli.files import lock_file, not_made, replacing, sample_digest, to_json, write_atomically
 
 
 def test_a_lock_that_is_held_is_never_taken(tmp_path):
@@ -32,6 +34,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         assert path.read_bytes() == content and [*tmp_path.iterdir()] == [path]
     write_atomically(path, b"a", b"b")
     assert path.read_bytes() == b"ab"
+
+
+def test_a_quota_may_be_raised(tmp_path):
+    assert not_made(tmp_path, OSError(errno.EDQUOT, "so"), "way out").exit_code == 1
 
 
 def test_a_digest_of_samples_reads_the_length_the_front_the_middle_and_the_end(tmp_path):

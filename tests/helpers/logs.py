@@ -55,9 +55,9 @@ def begun(out: Path, step: int = 0, *loggers, active=True, val_tokens=8, **setti
     text.open(out / "train.log")
     records = monitor.records_until(out, step, text.say)
     log = monitor.RunLog(out, text, settings, records, val_tokens, 2.89861, lambda step: "OK")
+    log.loggers += [make(log) for make in loggers]
     log.begin(step, {"of/a.start": b"x"})
     log.start_clock(step, step)
-    log.loggers += [make(log) for make in loggers]
     return log
 
 

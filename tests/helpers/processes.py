@@ -70,6 +70,9 @@ def _run(script: str, arguments: list[str], output: str, cwd: str | None, env: d
     torch.set_num_threads(1)
     if (ROOT / script).parent != ROOT and (ROOT / script).with_name("ddp_utils.py").exists():
         _import_from(str((ROOT / script).parent))
+    import cli.errors
+    import ddp_utils
+    ddp_utils.owns_python = cli.errors.owns_python = lambda *_: True  # though forkserver and runpy run it
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 

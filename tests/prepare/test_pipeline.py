@@ -280,7 +280,7 @@ STORY = EOT.join(f"a cat {n}\n" for n in range(9))
     (["a", None, " \n", "", "b c"], {"min_words": 2}, "note: 4 documents"), (["a", None], {}, "note: 1 doc"),
     (["a", None, "b"], {"max_tokens": 1}, None),
     ([STORY], {}, "note: .* 8 times"), (STORY, {}, "note: .* 8 times.*--split-on"),
-    (STORY, {"split_on": EOT}, None), (STORY, {"split_on": "<end>"}, "WARNING: --split-on '<end>'")])
+    (STORY, {"split_on": EOT}, None), (STORY, {"split_on": "<end>"}, "WARNING: --split-on '<end>'.* x.txt")])
 def test_what_is_left_out_or_looks_like_a_mistake_is_said(capsys, monkeypatch, texts, options, said):
     monkeypatch.setattr(pipeline, "LINE_EVERY", 0)
     Path("x.txt").write_text(str(texts))

@@ -266,6 +266,8 @@ def test_documents_between_separators(monkeypatch, block):
     stories = [f"Once a cat {n}.\n" for n in range(9)]
     Path("x.txt").write_text(EOT.join(stories))
     assert texts_of("text:x.txt", split_on=EOT) == stories
+    Path("x.txt").write_bytes(b"a\r\nb\r\n\r\nc\n\nd")
+    assert texts_of("text:x.txt", split_on="\r\n\n") == ["a\r\nb", "c", "d"]
 
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
