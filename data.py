@@ -433,7 +433,7 @@ class Dataset:
         # if these differ, a document that is in two directories may be both trained on and held out
         self.val_splits = {split if split.startswith("hash:") else f"{split} of {directory}"
                            for directory, manifest in manifests.items()
-                           if (split := manifest["settings"].get("val_split"))}
+                           if (split := str(manifest["settings"].get("val_split") or ""))}
         digests = [digest_of(manifests[directory]) for directory in directories]
         self.fingerprint = digests[0] if len(digests) == 1 else digest_json(digests)
 
