@@ -17,22 +17,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # What was reached on 2026-11-29, plus 2 %: nobody has to bend a line to fit.
 BOUNDS = {
     "train_gpt2.py + train_hrm.py + train_mlm.py": 4_384,
-    "startup/": 8_054,
+    "startup/": 8_449,
     "weights/": 12_067,
     "training/": 5_380,
     "test_ddp.py": 1_514,
-    "ddp_utils.py": 6_219,
+    "ddp_utils.py": 6_418,
     "loggers/ + monitor.py": 7_004,
-    "prepare/": 10_295,
+    "prepare/": 10_658,
     "model.py": 7_952,
-    "data.py": 4_993,
+    "data.py": 4_835,
     "vocab/": 3_627,
-    "cluster/": 5_155,
+    "cluster/": 5_329,
     "ops/": 3_287,
-    "cli/": 3_683,
-    "together": 83_614,
-    "lines of ddp_utils.py": 1_074,
-    "tests/": 143_000,  # not in "together"
+    "cli/": 3_945,
+    "together": 85_014,
+    "lines of ddp_utils.py": 1_109,
+    "tests/": 145_600,  # not in "together"
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)
