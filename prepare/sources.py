@@ -428,16 +428,16 @@ def read_csv(source, progress):
 def quotes_enclose(files: list[Path]) -> bool:
     """Whether quotes enclose fields in a tsv, rather than being text. They do if, in the first 1,000 rows of
     each file, every field that starts with a quote closes in its row, and one of these fields contains a tab
-    or a quote.
+    or a quote. Or all names of fields have quotes, as R writes them.
     """
-    held = None
+    held = False
     for path in files:
-        for line in itertools.islice(lines_of(path, Progress()), 1001):
+        for number, line in enumerate(itertools.islice(lines_of(path, Progress()), 1001)):
             row = re.fullmatch(CLOSED, line)
             if not row:
                 return False
-            held = held or row[1]
-    return held is not None
+            held |= row[1] is not None or number == 0 and all(name[:1] == '"' for name in line.split("\t"))
+    return held
 
 
 def read_jsonl(source, progress):

@@ -26,11 +26,11 @@ BOUNDS = {
     "prepare/": 10_658,
     "model.py": 7_952,
     "data.py": 4_835,
-    "vocab/": 3_627,
+    "vocab/": 3_741,
     "cluster/": 5_329,
     "ops/": 3_287,
     "cli/": 3_945,
-    "together": 85_014,
+    "together": 85_148,
     "lines of ddp_utils.py": 1_109,
     "tests/": 145_600,  # not in "together"
 }

@@ -172,6 +172,22 @@ def parse_tokenizer_json(name: str, text: str) -> Vocabulary:
                         f"{FROM_OTHERS}.")
 
 
+def refuse_undeclared(path: Path):
+    """Raises UserError if tokenizer_config.json declares tokens that the tokenizer.json at `path` doesn't:
+    transformers adds them when it loads both, but here a text's would become pieces.
+    """
+    missing = set()
+    with contextlib.suppress(Exception):  # there is no such file, or it has no such tokens
+        config, spec = (json.loads(path.with_name(name).read_text(encoding="utf-8"))
+                        for name in ("tokenizer_config.json", path.name))
+        declared, own = ({token["content"] for token in tokens} for tokens in (
+            config["added_tokens_decoder"].values(), spec["added_tokens"]))
+        missing = declared - own
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}, which only tokenizer_config.json "
+                        f"declares: {FROM_OTHERS}.")
+
+
 def load_tokenizer(name: str) -> Vocabulary:
     """Loads a tokenizer by name, or from a tokenizer.json or its directory. Raises UserError, also for bpe:N,
     which vocab/bpe.py trains.
@@ -191,6 +207,7 @@ def load_tokenizer(name: str) -> Vocabulary:
     with oserror_as_retryable(name):
         for path in (Path(name), Path(name, "tokenizer.json")):
             if path.is_file():
+                refuse_undeclared(path)
                 return parse_tokenizer_json(str(path), path.read_text(encoding="utf-8", errors="replace"))
     if Path(name).is_dir():
         raise UserError(f"{name} has no tokenizer.json: {FROM_OTHERS}.")

@@ -466,7 +466,8 @@ def from_hf(model_class: type, source: str) -> nn.Module:
                             "more: use the model that it was quantized from.")
     table = found[f"{family.names['embed']}.weight"]
     for name in ("lm_head.weight", "decoder.weight"):  # a tied head may be stored again
-        if name in tensors and not torch.equal(tensors.pop(name).float(), table.float()):
+        head = tensors.pop(name, table)
+        if not torch.equal(head, table.to(head.dtype)):  # it may be stored with fewer bits
             raise UserError(f"{source} has a head, {name}, that differs from its embeddings although its "
                             f"config.json says tied, and {model_class.__name__} has one matrix for both: if "
                             f"they should be tied, delete {name} from the file, otherwise use transformers.")

@@ -347,6 +347,16 @@ def test_quotes_in_a_tsv_enclose_fields_only_if_they_have_to(capsys, text, quote
     assert source.reading == {"quoted": quoted} and ("enclose" in capsys.readouterr().out) == quoted
 
 
+def test_a_tsv_of_r_has_quotes_around_all_texts():
+    """Its header, too. A name with a quote in front, beside others, is text."""
+    for head, texts in ('"text"\t"n"', ["a b"]), ('"text\tn', None):
+        Path("x.tsv").write_text(f'{head}\n"a b"\t1\n')
+        assert sources.quotes_enclose([Path("x.tsv")]) == (texts is not None)
+    Path("x.tsv").write_text('"text"\t"n"\n"a b"\t1\n')
+    source = sources.Source("tsv:x.tsv", pipeline.settings_of("tsv:x.tsv"))
+    assert ["".join(texts) for texts, *_ in source.documents(0)] == ["a b"]
+
+
 def test_how_a_tsv_is_quoted_is_kept(monkeypatch):
     """Of one that was begun when all of them were read as a csv."""
     Path("x.tsv").write_text(ROWS.replace("\n", '\n"a b"\t1\n', 1))

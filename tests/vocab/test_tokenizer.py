@@ -33,6 +33,18 @@ def run_here(function, *args):
     return function(*args)
 
 
+def test_tokens_that_only_tokenizer_config_json_declares_are_refused(tmp_path):
+    """transformers would add them. A text's would become pieces here."""
+    tokenizer = load_tokenizer("bytes")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    for name in tokenizer.specials, ["<|im_end|>"]:
+        config = {"added_tokens_decoder": {i: {"content": token} for i, token in enumerate(name)}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        if name != ["<|im_end|>"]:
+            assert load_tokenizer(str(tmp_path)).num_ids == tokenizer.num_ids
+    refuses(r"<\|im_end\|>.*save_pretrained", load_tokenizer, str(tmp_path))
+
+
 def test_what_is_no_tokenizer_json_is_refused(tmp_path):
     """The older form is two files in a directory."""
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

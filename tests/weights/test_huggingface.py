@@ -245,6 +245,7 @@ def test_tensors_that_cannot_be_meant_are_refused(name, exported, changed, capsy
             from_hf(KINDS[name], changed(name, {}, {TABLES[name]: table.to(dtype)}))
     with pytest.raises(UserError, match=head):
         from_hf(KINDS[name], changed(name, {}, {head: table + 0.01}))
+    from_hf(KINDS[name], changed(name, {}, {head: table.to(torch.bfloat16)}))  # rounded
     buffers = ("transformer.h.0.attn.bias", "h.0.attn.masked_bias", "position_ids", "rotary.inv_freq")
     for dtype in torch.float16, torch.bfloat16, torch.float64:  # the controls
         table = table.to(dtype)
