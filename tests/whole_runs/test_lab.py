@@ -161,7 +161,7 @@ def test_nodes_come_and_go(lab, shards, tmp_path):
     assert code == 2 and "unknown data set" in text, text
     (tmp_path / "away").rename(lab.home(2) / "shards")
     nodes.off(1)
-    wait_for(lambda: "1 of at least 2" in nodes.started[0].text.read_text().rpartition("error: ")[2], 60)
+    wait_for(lambda: "waiting for 1 more" in nodes.started[0].text.read_text().rpartition("error: ")[2], 60)
     nodes.event(2, nodes.up, 1)
     nodes.off(0)
     wait_for(lambda: "does not answer" in nodes.started[1].text.read_text(), 90)
