@@ -630,11 +630,6 @@ SOURCES = ("stdlib, task:addition, text:GLOB, csv:GLOB, tsv:GLOB, jsonl:GLOB, pa
 FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader in prepare/sources.py
 
 
-def default_tokenizer(dataset: str) -> str:
-    """The tokenizer of a source if --tokenizer is not given."""
-    return {"stdlib": "bpe:4096", "task": "bytes"}.get(dataset.partition(":")[0], "gpt2")
-
-
 def main():
     """Runs `python data.py`."""
     from prepare.command import command  # imports this file again, as the module `data`

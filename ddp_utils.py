@@ -109,8 +109,9 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     reason that the other ranks print. Prints the traceback of an unforeseen error, unless `diagnose` knows
     its cause.
     """
-    if isinstance(error, SystemExit):  # from --help
-        return error.code or 0, "", ""
+    if isinstance(error, SystemExit):  # from --help, or sys.exit("a text") in a trainer
+        code = error.code or 0
+        return (code, "", "") if isinstance(code, int) else (1, str(code), str(code))
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, BrokenPipeError):  # fine for `--dry-run | head`, a failure for a run

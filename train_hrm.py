@@ -36,7 +36,8 @@ from training.evaluation import evaluate
 from training.step import TrainState
 
 # Only `tiny` and `puzzle` have been tuned (on two CPU cores). 1b has the learning rate of HRM-Text and four
-# times its batch. In all trainers, `batch` (the micro-batch) and `checkpoint_activations` suit 80 GB GPUs.
+# times its batch. In all trainers, `batch` (the micro-batch) suits 80 GB GPUs. `checkpoint_activations` is
+# for CPUs; on GPUs a run takes the fastest mode that fits.
 WEB = dict(seq_len=1024, data="fineweb-edu", init="identity")
 TINY = dict(d_model=128, n_head=2, n_layer=2, ff=384, seq_len=256, global_batch=16, batch=8, lr=6e-3,
             warmup=30, steps=300, eval_every=100, save_every=100, eval_batches=0, data="stdlib",

@@ -34,7 +34,7 @@ def diagnose(error: BaseException, heartbeat, show_traceback) -> tuple[int, str,
     elif not heartbeat or not (from_backend or isinstance(error, dist.DistError)):
         return None
     else:
-        heartbeat.line = line_of(traceback.extract_tb(error.__traceback__))
+        heartbeat.line = line_of(reversed([*traceback.walk_tb(error.__traceback__)]))
         if cause := heartbeat.find_cause():
             return code, f"error: {cause}", ""
         show_traceback(error)

@@ -92,11 +92,13 @@ def address_towards(address: str) -> str:
     return "" if own.startswith("127.") else own
 
 
-def line_of(stack: traceback.StackSummary) -> str:
-    """The innermost line of a stack in the file that was started, "" if there is none."""
+def line_of(stack) -> str:
+    """The innermost line in the file that was started, "" if there is none, of frames and their lines, the
+    innermost first. Reads no file, which could stop the beats.
+    """
     script = getattr(sys.modules["__main__"], "__file__", "")
-    return next((f"at line {frame.lineno} of {script} ({frame.line})" for frame in reversed(stack)
-                 if frame.filename == script), "")
+    return next((f"at line {line} of {script}" for frame, line in stack
+                 if frame.f_code.co_filename == script), "")
 
 
 @dataclass
@@ -291,7 +293,7 @@ class Heartbeat:
 
     def _beat(self):
         with suppress(Exception):  # the stack changes while it is read, and nothing may stop the beats
-            self._place = line_of(traceback.extract_stack(
+            self._place = line_of(traceback.walk_stack(
                 sys._current_frames()[threading.main_thread().ident]))
         self.store.set(self.keys[self.rank],
                        f"{self.name}|{self.line or self._place}|{time.monotonic()}|{self._state}")

@@ -101,7 +101,7 @@ def say_changes(run, say: Callable[[str], None]):
     """
     begins = {}
     for name, path in project_files(run.trainer).items():
-        if (other := begins.setdefault(path.read_bytes()[:80], path)) != path:
+        if (other := begins.setdefault(path.read_bytes()[:200], path)) != path:
             say(f"note: {other.name} and {path.name} begin alike: if one is a copy, only what "
                 f"{run.trainer.name} itself takes from it has an effect, see docs/changing.md")
         if not run.saved:

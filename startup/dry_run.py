@@ -124,7 +124,9 @@ def before_data(run, example: dict, free: float) -> tuple[int, str, str]:
             if share > USABLE["cuda"]:
                 say(f"WARNING: {text}")
     mode = args.checkpoint_activations
-    return 20 * num_params(empty_model(run.model_class, args)), "none" if mode == "auto" else mode, needs
+    if mode == "auto":  # nothing could be counted
+        mode = run.size_defaults.get("checkpoint_activations", "none")
+    return 20 * num_params(empty_model(run.model_class, args)), mode, needs
 
 
 def dry_run(model_class: type, args: Namespace, say=print, free: float = 0, **example) -> tuple[float, str]:
@@ -162,8 +164,8 @@ def dry_run(model_class: type, args: Namespace, say=print, free: float = 0, **ex
     chosen = args.strategy
     held = {other: memory_of(model, chosen, args, processes, kept[other]) for other in kept}
     fast = [other for other in held if fits(held[other], gigabytes, device)]
-    if mode == "auto":
-        args.checkpoint_activations = mode = (fast or [*kept][-1:] or ["none"])[0]
+    if mode == "auto" and kept:
+        args.checkpoint_activations = mode = (fast or [*kept][-1:])[0]
     needs = ", ".join(f"{other} needs {sum(held[other].values()) / 1e9:.3g} GB" for other in held)
     if mode not in kept:
         say(f"WARNING: activations of blocks are not counted ({failed}): leave room for them")

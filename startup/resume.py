@@ -28,7 +28,7 @@ FIXED = "seq_len loss_on seed size optimizer trainer ema init_from".split()  # s
 FREE_FIELDS = "dropout eval_cycles bp_cycles".split()  # of the model's configuration, but KEPT
 # Another value of these changes no step, so it may be given when none is left
 SHOWN = ("steps epochs batch grad_accum data tokenizer max_tokens max_samples min_words resume strategy "
-         "fast checkpoint_activations log_every eval_every eval_batches eval_cycles EVAL_RATE save_every "
+         "fast checkpoint_activations log_every eval_every eval_batches eval_cycles save_every "
          "keep_last wandb sample_prompt sample_every condition max_new_tokens temperature top_k "
          "top_p").split()
 
@@ -68,8 +68,8 @@ def compare(path, before: dict, now: dict, fixed: list[str], way_out: str) -> li
 
 def compare_with_saved(saved: dict, now: dict, branch: bool, say, given=()):
     """Raises UserError if something changed that must not change (shape_from_record checks the model's
-    shape), or that no step is left for: a constant of the trainer, or a flag in `given`. Says what else
-    changed. A `branch` continues in another directory, and may have another trainer.
+    shape), and for a flag in `given` that no step is left for. Says what else changed. A `branch` continues
+    in another directory, and may have another trainer.
     """
     path, way_out = saved["path"], "leave it as it was, or start a new run with another --out"
     if saved["tokenizer"].split()[-1] != now["tokenizer"].split()[-1]:  # compare the digests, not the names
@@ -87,12 +87,11 @@ def compare_with_saved(saved: dict, now: dict, branch: bool, say, given=()):
         way_out += f", or branch off with --resume {path}"
     changes = compare(path, before, after, [name for name in FIXED if not free.get(name)], way_out)
     for name, value in after.items():
-        if (saved["step"] >= after["steps"] and before.get(name, value) != value and name not in SHOWN
-                and (name in given or name.isupper())):
+        if (name in given and name not in SHOWN and saved["step"] >= after["steps"]
+                and before.get(name, value) != value):
             raise UserError(
-                f"no step was left for {name if name.isupper() else '--' + name.replace('_', '-')} {value} "
-                f"({path} had {before[name]} in its {saved['step']} steps): give another --out"
-                f"{' and no --resume' if branch else ''} to start a new run, or --steps {2 * saved['step']} "
-                "to train on with it.")
+                f"no step was left for --{name.replace('_', '-')} {value} ({path} had {before[name]} in its "
+                f"{saved['step']} steps): give another --out{' and no --resume' if branch else ''} to start "
+                f"a new run, or --steps {2 * saved['step']} to train on with it.")
     for text in changes:
         say(text)

@@ -439,8 +439,7 @@ def start_run(run: Run, state: TrainState, **settings) -> tuple[monitor.RunLog, 
             return
         log.loggers += loggers_of(run, log)
         log.mfu = MFU(run, model, settings)
-        if run.saved:
-            say_changes(run, run.say)
+        say_changes(run, run.say)
         log.begin(step, run_files(run, model, meta))
 
     on_rank0(begin)

@@ -408,10 +408,11 @@ class TrainState:
         return {f"{name}/{key}": value for name, group in self.groups.items()
                 for key, value in group.items() if key not in of_trainer}
 
-    def non_tensor_values(self) -> dict:
+    def non_tensor_values(self, bits: bool = True) -> dict:
         """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
         groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold, and
-        for state that isn't the same on all ranks, except with zero1.
+        for state that isn't the same on all ranks, except with zero1. Without `bits` only its names are
+        compared: before a checkpoint is restored, parameters and copies of them differ.
         """
         states = self._state()
         values = {name: value for name, value in states.items() if not isinstance(value, Tensor)}
@@ -419,7 +420,8 @@ class TrainState:
             values = functools.reduce(operator.or_, all_gather(values))
         else:
             # also catches slices of one shape; values that are no tensors are compared below
-            sums = {name: type(value) is Tensor and int(bit_sum(value)) for name, value in states.items()}
+            sums = {name: bits and type(value) is Tensor and int(bit_sum(value))
+                    for name, value in states.items()}
             for other in all_gather(sums):
                 if odd := sums.items() ^ other.items():
                     raise UserError(f"{min(odd)[0]}, which an optimizer keeps, is not the same on all ranks, "
@@ -450,7 +452,7 @@ class TrainState:
         ours = {name: t.shape for group, name, t, _ in self.state_dict() if group == "optimizer"}
         theirs = {name: t.shape for name, t in tensors["optimizer"].items()}
         plain = saved["plain"]
-        ours |= dict.fromkeys(self.non_tensor_values())
+        ours |= dict.fromkeys(self.non_tensor_values(bits=False))
         theirs |= dict.fromkeys(plain)
         changed = {name.rpartition("/")[0] for name, _ in ours.items() ^ theirs.items()}
         changed -= self.groups.keys()  # their values always come from the checkpoint

@@ -21,6 +21,7 @@ class Schedule(torch.optim.Optimizer):
                 group["bad"] = group["odd"]()
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
+                state.setdefault("first", p.clone())  # such as schedule-free's z
                 state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                 state["step"] = state.get("step", 0) + 1
                 state["nested"] = {"a": [state["step"], [None, True]], "b": 0.5 * state["step"]}

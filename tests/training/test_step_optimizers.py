@@ -170,3 +170,13 @@ def test_state_that_ranks_divide_is_refused_on_each(strategy, named, shards, tmp
         f"={made}optimizers = [own.Divided(model.parameters())]", "optimizers = "))
     done = trainer.fork(2, shards, tmp_path / "run", strategy=strategy)
     assert done.code == 2 and len(re.findall(f"error: .*{named}", done.out)) == 2, done.out
+
+
+def test_copies_of_the_weights_are_compared_when_they_are_restored(shards, tmp_path):
+    """Before, the memory of a model that resumes holds anything, which here is the rank."""
+    made = "import own_optimizers as own\noptimizers = [own.Schedule(model.parameters())]\nif run.saved:\n" \
+           "    [p.data.fill_(world.rank) for p in model.parameters()]"
+    trainer = copies.changed(tmp_path / "train_copies.py", (f"={made}", "optimizers = "))
+    for steps in 2, 4:
+        done = trainer.fork(2, shards, tmp_path / "run", steps=steps)
+        assert done.code == 0 and f"training complete: {steps} steps" in done.out, done.out
