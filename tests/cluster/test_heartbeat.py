@@ -49,12 +49,12 @@ def beating(store):
 
 # ------------------------------------------------------------------------------------------------------ join
 
-def join(monkeypatch, given: str, port=1):
+def join(monkeypatch, given: str, port=1, timeout=10):
     """A process of a new run, with these variables."""
     monkeypatch.setattr(heartbeat, "_joins", itertools.count())
     for variable in f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {given}".split():
         monkeypatch.setenv(*variable.split("="))
-    return heartbeat.join(0.3)
+    return heartbeat.join(timeout)
 
 
 @pytest.mark.parametrize("given, named", [
@@ -78,9 +78,9 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(RunError, match=f"127.0.0.1:{port} is in use"):
-            join(monkeypatch, "", port)
+            join(monkeypatch, "", port, 0.3)
     with pytest.raises(RunError, match=f"rank 1 .* 127.0.0.1:{port} within 0.3 s"):
-        join(monkeypatch, "RANK=1", port)
+        join(monkeypatch, "RANK=1", port, 0.3)
 
 
 @pytest.mark.parametrize("given, last, address", [
