@@ -111,7 +111,7 @@ def ending_of(error: BaseException) -> tuple[int, str, str]:
     """
     if isinstance(error, SystemExit):  # from --help, or sys.exit("a text") in a trainer
         code = error.code or 0
-        return (code, "", "") if isinstance(code, int) else (1, str(code), str(code))
+        return (1, code, code) if isinstance(code, str) else (code, "", "")
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped", "it was stopped by Ctrl-C."
     if isinstance(error, BrokenPipeError):  # fine for `--dry-run | head`, a failure for a run

@@ -89,13 +89,14 @@ from weights.use import use_model
 def start(args: Namespace) -> World:
     """Joins the process group of a trainer. Raises UserError on all ranks if their flags differ."""
     world = init(args.backend, args.device, args.timeout, fast=args.fast)
-    flags = [*vars(args).items()]
+    # GPUs call collectives that CPUs don't: sync_of, for example
+    flags = [("device", world.device.type), *vars(args).items()]
 
     def compare():
         if odd := find_mismatch([*map(str, flags)]):
             name = flags[odd[0]][0].replace("_", "-")
-            raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: give every node the "
-                            "same flags and the same prepared data.")
+            raise UserError(f"--{name} on rank {odd[1]} differs from the other ranks: name the same one on "
+                            "every node, with the same prepared data.")
 
     connect(world.backend, compare)
     return world
@@ -285,9 +286,8 @@ def load_data(run: Run, **more) -> Dataset:
     """
     args = run.args
     refuse_lone_tasks()
-    free = 0.0
-    if run.world.device.type == "cuda":
-        free = min(all_gather(torch.cuda.mem_get_info(run.world.device)[0])) / 1e9
+    device = run.world.device
+    free = min(all_gather(torch.cuda.mem_get_info(device)[0])) / 1e9 if device.type == "cuda" else 0
     useful, args.checkpoint_activations, run.needs = on_rank0(before_data, run, more, free)
 
     def read():

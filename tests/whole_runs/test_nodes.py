@@ -6,9 +6,11 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, children, finish
 from conftest import start as start_command
 from processes import Group
@@ -16,6 +18,8 @@ from runs import Trainer, assert_same_run
 from waiting import wait_for
 
 import ddp_utils
+import startup.run
+from cluster.heartbeat import Heartbeat
 from ddp_utils import list_checkpoints
 from prepare.pipeline import prepare
 
@@ -60,6 +64,20 @@ def test_what_differs_between_nodes_is_named(shards, tmp_path, flag, value):
         assert done.code and f"error: {flag} on rank 1 differs" in done.out, done.out
 
 
+def on_a_gpu():
+    """The first node has a GPU, which is never reached."""
+    init = startup.run.init
+    startup.run.init = lambda *args, **flags: replace(init(*args, **flags), device=torch.device("cuda"))
+
+
+def test_nodes_with_and_without_gpus_are_refused(shards, tmp_path):
+    """By all, also with --backend gloo: GPUs compare parameters at other steps."""
+    flags = GPT2.flags(shards, tmp_path / "run", timeout=20, backend="gloo", checkpoint_activations="none")
+    for group in start((tmp_path, *flags), (tmp_path, *flags), fault=on_a_gpu):
+        done = group.finish(60)
+        assert done.code == 2 and "error: --device on rank 1 differs" in done.out, done.out
+
+
 def slow_save():
     """The last checkpoint takes some seconds longer than the rest of the run."""
     write = ddp_utils.Checkpoints._write
@@ -80,6 +98,31 @@ def test_other_nodes_wait_for_the_last_checkpoint(tmp_path, shards):
     for group in groups:
         done = group.finish(60)
         assert done.code == 0 and "training complete: 2 steps" in done.out, done.out
+
+
+def slow_save_beside_a_lost_rank():
+    """It takes longer than noticing that a rank is silent."""
+    Heartbeat.LOST, Heartbeat.PATIENCE = 2, 1
+    write = ddp_utils.Checkpoints._write
+
+    def slow(self, path, content, begun):
+        print("a slow save begins")
+        time.sleep(15)
+        write(self, path, content, begun)
+    ddp_utils.Checkpoints._write = slow
+
+
+@pytest.mark.full
+def test_a_lost_rank_interrupts_no_checkpoint(tmp_path, shards):
+    """The main thread waits in a collective, so the heartbeat ends the process, after the file is whole."""
+    flags = GPT2.flags(shards, tmp_path / "run", steps=1000, save_every=4, timeout=100)
+    first, second = start((tmp_path, *flags), (tmp_path, *flags), fault=slow_save_beside_a_lost_rank)
+    wait_for(lambda: "a slow save begins" in first.text)
+    second.send(signal.SIGSTOP)
+    done = first.finish(90)
+    second.kill()
+    assert done.code == 1 and "rank 1 on node1" in done.out and "stopped responding" in done.out, done.out
+    assert "saved step 4" in done.out and list_checkpoints(tmp_path / "run"), done.out
 
 
 @pytest.mark.full
