@@ -89,12 +89,15 @@ def test_a_lost_node_is_named_and_the_same_command_goes_on(lab, shards, tmp_path
 
 
 class Nodes:
-    """Three nodes with launchers for two to three."""
+    """Three nodes with launchers for two to three. The first `count` of them begin to train."""
 
-    def __init__(self, lab, shards):
+    def __init__(self, lab, shards, count):
         self.lab, self.out, self.started = lab, lab.home(0) / "run", {}
         for node in range(3):
             shutil.copytree(shards, lab.home(node) / "shards")
+        for node in range(count):
+            self.up(node)
+        wait_for(lambda: self.last_step() > 30, 120, text=self.texts)
 
     def up(self, node, **env):
         self.lab.plug(node, True)
@@ -135,42 +138,26 @@ class Nodes:
         wait_for(lambda: self.last_step() > step + 30, 60, text=self.texts)
         return step
 
+    def end(self) -> None:
+        """Ctrl-C on node 0 ends all nodes. Each step was done once."""
+        self.started[0].send_signal(signal.SIGINT)
+        assert [self.lab.wait(process, 60)[0] for process in self.started.values()] == [1] * len(self.started)
+        steps = [record["step"] for record in steps_of(self.out)]
+        assert steps == [*range(1, self.last_step() + 1)]
+
 
 @pytest.mark.full
-def test_nodes_come_and_go(lab, shards, tmp_path):
-    """Ten events in a row. Then each step was done once, and from a save on, two nodes started by hand
-    compute the same tensors as the two that were left; from the save before, with three nodes, they don't.
+def test_nodes_die_and_the_others_go_on(lab, shards, tmp_path):
+    """From a save on, two nodes started by hand compute the same tensors as the two that were left; from the
+    save before, with three nodes, they don't.
     """
-    nodes = Nodes(lab, shards)
-    for node in range(3):
-        nodes.up(node)
-    wait_for(lambda: nodes.last_step() > 30, 120, text=nodes.texts)
+    nodes = Nodes(lab, shards, 3)
     worker, = (pid for pid in map(int, ip("netns", "pids", lab.nodes[1]).split())
                if b"\0-u\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
     nodes.event(3, os.kill, worker, signal.SIGKILL)
     begun = nodes.event(2, nodes.off, 2)
-    nodes.event(3, nodes.up, 2, lost=0)
-    nodes.event(2, nodes.started[2].terminate, lost=0)
-    fake = tmp_path / "sitecustomize.py"
-    fake.write_text("import sys\nif '-u' in sys.orig_argv:\n    import torch; torch.__version__ = '2.0'\n")
-    nodes.event(2, lambda: nodes.up(2, PYTHONPATH=f"{tmp_path}:{ROOT}"), lost=0)
-    assert lab.wait(nodes.started[2], 5)[0] == 2
-    (lab.home(2) / "shards").rename(tmp_path / "away")
-    nodes.event(2, nodes.up, 2, lost=0)
-    code, text = lab.wait(nodes.started[2], 5)
-    assert code == 2 and "unknown data set" in text, text
-    (tmp_path / "away").rename(lab.home(2) / "shards")
-    nodes.off(1)
-    wait_for(lambda: "waiting for 1 more" in nodes.started[0].text.read_text().rpartition("error: ")[2], 60)
-    nodes.event(2, nodes.up, 1)
-    nodes.off(0)
-    wait_for(lambda: "does not answer" in nodes.started[1].text.read_text(), 90)
-    nodes.event(2, nodes.up, 0)
-    nodes.event(3, nodes.up, 2, lost=0)
-    nodes.started[0].send_signal(signal.SIGINT)
-    assert [lab.wait(nodes.started[node], 60)[0] for node in range(3)] == [1] * 3
-    last = nodes.last_step()
-    assert [record["step"] for record in steps_of(nodes.out)] == [*range(1, last + 1)]
+    del nodes.started[2]
+    nodes.end()
     saved = {step_of(path): path for path in list_checkpoints(nodes.out)}
 
     def by_hand(first: int) -> dict:
@@ -190,6 +177,37 @@ def test_nodes_come_and_go(lab, shards, tmp_path):
     same = [all(torch.equal(state[f"model/{name}"], tensor) for name, tensor in wanted.items())
             for state in states]
     assert same == [True, False]
+
+
+@pytest.mark.full
+def test_a_node_comes_and_is_stopped(lab, shards, tmp_path):
+    """No step is lost. A node that has made a mistake ends with 2 and the others go on."""
+    nodes = Nodes(lab, shards, 2)
+    nodes.event(3, nodes.up, 2, lost=0)
+    nodes.event(2, nodes.started[2].terminate, lost=0)
+    fake = tmp_path / "sitecustomize.py"
+    fake.write_text("import sys\nif '-u' in sys.orig_argv:\n    import torch; torch.__version__ = '2.0'\n")
+    nodes.event(2, lambda: nodes.up(2, PYTHONPATH=f"{tmp_path}:{ROOT}"), lost=0)
+    assert lab.wait(nodes.started[2], 5)[0] == 2
+    (lab.home(2) / "shards").rename(tmp_path / "away")
+    nodes.event(2, nodes.up, 2, lost=0)
+    code, text = lab.wait(nodes.started.pop(2), 5)
+    assert code == 2 and "unknown data set" in text, text
+    nodes.end()
+
+
+@pytest.mark.full
+def test_a_node_that_all_others_need_comes_back(lab, shards):
+    """Such as node 0, or one of the least number. The others wait, and a third may join later."""
+    nodes = Nodes(lab, shards, 2)
+    nodes.off(1)
+    wait_for(lambda: "waiting for 1 more" in nodes.started[0].text.read_text().rpartition("error: ")[2], 60)
+    nodes.event(2, nodes.up, 1)
+    nodes.off(0)
+    wait_for(lambda: "does not answer" in nodes.started[1].text.read_text(), 90)
+    nodes.event(2, nodes.up, 0)
+    nodes.event(3, nodes.up, 2, lost=0)
+    nodes.end()
 
 
 @pytest.mark.full
