@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 from conftest import ROOT, run
+from runs import Trainer
 
 from prepare.pipeline import prepare
 
@@ -114,9 +115,17 @@ def puzzles(tmp_path):
     return prepare("task:addition", tmp_path / "task-addition-bytes", max_samples=200, workers=1)
 
 
+@pytest.fixture
+def adder(puzzles, tmp_path):
+    hrm = Trainer("train_hrm.py", seq_len=256, ff=64, l_cycles=1, bp_cycles=1, inject_input=True, steps=1)
+    assert hrm.train(0, puzzles, tmp_path / "adder", h_cycles="1:2").code == 0
+    return tmp_path / "adder"
+
+
 SAME = "same.py . . 'gpt2, 1 ranks, plain text, strategy=ddp: equal'"
 # the command, its exit code, and what it prints; @ is before a fixture
 PROGRAMS = [
+    ("carries.py @adder --longest=2 --sums=2 --picture @tmp_path/a.png", 0, r"^2 +(0 +){5}0$"),
     ("clients.py", 2, "error: "),  # what it asks is in test_clients.py
     ("cost.py mlm tiny", 0, r"^\| mlm `tiny` \| 3.3 M \| 400 \|  \|  \|  \| < 0.1 \| none \| < 0.1 .*\|$"),
     ("cost.py mlm tinny", 1, "^error: .*tinny.* tiny, 17m, base"),
