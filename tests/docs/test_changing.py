@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from copies import guide_blocks
 from runs import (
     Trainer,
     assert_same_run,
@@ -20,9 +21,11 @@ from runs import (
     log_of,
     module_of,
     steps_of,
+    tensors_of,
 )
 
 import model
+from cli.flags import STRATEGIES
 from ddp_utils import list_checkpoints, read_checkpoint
 from weights.use import load_run
 
@@ -30,14 +33,17 @@ from weights.use import load_run
 PIECE = re.compile(r"^### (.+)$|^(?:\*\*(.+?)\*\*)?.*([Bb]efore|[Ii]nstead of) `(.+?)`.*\n\n"
                    r"```python\n([\s\S]*?)^```$", re.M)
 # the most lines that each may take
-BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a second validation set": 4,
-          "a curve": 1, "norms of the gradients": 4, "a metric": 5, "the best by another number": 1,
-          "early stopping": 3, "noise on the gradient": 3, "a batch that grows": 4,
-          "shorter rows at first": 3, "another loss": 3, "a frozen embedding": 2,
-          "a block frozen until step 1000": 5, "a loss term from inside the model": 5}
-ELSEWHERE = {"weighted losses and policy gradients", "a teacher", "preferences (DPO)", "data of your own",
-             "an average of your own", "fine-tune with LoRA", "a profile"}
-FIRST_TIER = ("an optimizer of your own", "a second validation set", "early stopping", "a batch that grows")
+BOUNDS = {"an optimizer of your own": 3, "a z-loss": 1, "another schedule": 3, "a curve": 1,
+          "norms of the gradients": 4, "activations": 8, "a metric": 5,
+          "the best by another number": 1, "early stopping": 3, "stop at a loss": 1, "a batch that grows": 4,
+          "another loss": 3, "a frozen embedding": 2, "a block frozen until step 1000": 5,
+          "a loss term from inside the model": 5, "a number that the loop keeps": 3,
+          "a mask rate that falls": 6, "a size": 1, "a preset": 1}
+ELSEWHERE = {"weighted losses and policy gradients", "a teacher", "data of your own", "fine-tune with LoRA",
+             "a profile", "stop or save by the clock", "weights from another architecture"}
+FIRST_TIER = ("an optimizer of your own", "a number that the loop keeps", "early stopping",
+              "a batch that grows")
+MASKED = "a mask rate that falls", "a preset"
 FLAGS = {"steps": 16, "save_every": 4, "eval_every": 4, "keep_last": 9, "batch": 3, "max_new_tokens": 3}
 FULL = pytest.mark.full
 
@@ -55,14 +61,17 @@ def recipes() -> dict[str, list[tuple[str, str, str]]]:
 RECIPES = recipes()
 
 
-def changed(name: str, shards: Path, directory: Path, thaw: int = 6) -> Trainer:
-    """A copy of train_gpt2.py with this change."""
-    how, anchor, code = RECIPES[name][-1]
-    for old, new in (("step < 1000", f"step < {thaw}"), ("shards/other", str(shards)),
-                     ("best_step + 2000", "best_step + 4")):
-        code = code.replace(old, new)
-    path = directory / re.sub(r"\W", "_", f"train_{name}")
-    return edited(path.with_suffix(".py"), (how, anchor, code), **FLAGS)
+def changed(name: str, directory: Path, *replaced: tuple[str, str]) -> Trainer:
+    """A copy of a trainer with this change, in which these texts are replaced."""
+    pieces = []
+    for how, anchor, code in RECIPES[name]:
+        for old, new in (*replaced, ("step < 1000", "step < 6"), ("best_step + 2000", "best_step + 4"),
+                         ("< 2.0", "< 5.3")):
+            code = code.replace(old, new)
+        pieces.append((how, anchor, code))
+    path = directory / f"train_{name.replace(' ', '_')}.py"
+    of_mlm = {"script": "train_mlm.py", "max_new_tokens": None} if name in MASKED else {}
+    return edited(path, *pieces, **FLAGS | of_mlm)
 
 
 def assert_resumes(train, shards, base: Path, **flags):
@@ -74,7 +83,8 @@ def assert_resumes(train, shards, base: Path, **flags):
 
 def test_the_page_has_these_recipes_and_each_is_short():
     assert RECIPES.keys() == BOUNDS.keys() | ELSEWHERE
-    long = {name for name, bound in BOUNDS.items() if len(RECIPES[name][-1][2].splitlines()) > bound}
+    long = {name for name, bound in BOUNDS.items()
+            if sum(len(code.splitlines()) for _, _, code in RECIPES[name]) > bound}
     assert not long
 
 
@@ -89,30 +99,34 @@ def plain(shards, tmp_path_factory) -> Path:
 SHOWN = {
     "early stopping": lambda s, e: len(s) < 16,
     "a batch that grows": lambda s, e: [s[i]["tokens"] / s[0]["tokens"] for i in (7, 8)] == [8, 10],
-    "shorter rows at first": lambda s, e: abs(s[3]["loss"] - s[4]["loss"]) < 0.5,  # means over labels
-    "a second validation set": lambda s, e: (
-        e[0]["val_loss/other"] == e[0]["val_loss/main"] == pytest.approx(e[0]["val_loss"])),
-    "norms of the gradients": lambda s, e: s[-1]["gradient_0"] > 0,
+    "stop at a loss": lambda s, e: 4 < len(s) < 16,
+    "a preset": lambda s, e: max(record["lr"] for record in s) == 5e-4,
+    "a mask rate that falls": lambda s, e: (s[0]["labels"], s[-1]["labels"]) == (120, 60),
     "a metric": lambda s, e: 0 <= e[-1]["val_spaces"] <= 1,
     "the best by another number": lambda s, e: e[0]["best_metric"] == e[0]["val_bits_per_byte"],
     "a loss term from inside the model": lambda s, e: s[-1]["square"] > 0 and e[-1]["val_square"] > 0,
-    "a curve": lambda s, e: s[-1]["embed_norm"] > 0,
 }
+
+
+CURVES = {"activations": "up_0", "norms of the gradients": "gradient_0", "a curve": "embed_norm"}
+OWN_FLAGS = {"early stopping": {"lr": 0},  # so that the loss doesn't fall after the first evaluation
+             "activations": {"checkpoint_activations": "selective"},
+             "a size": {"size": "mini", "n_layer": None, "d_model": None},
+             "a preset": {"preset": "mine", "lr": None}}
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in FIRST_TIER else FULL) for name in BOUNDS])
 def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
-    train = partial(changed(name, shards, tmp_path).train, 0)
-    # with a rate of 0 the loss doesn't fall after the first evaluation
-    flags = {"lr": 0} if name == "early stopping" else {}
+    train = partial(changed(name, tmp_path).train, 0)
+    flags = OWN_FLAGS.get(name, {})
     ended(train(shards, tmp_path / "whole", **flags))
     before = log_of(tmp_path / "whole")
     assert before != log_of(plain)
-    shown = SHOWN.get(name, lambda s, e: True)
+    shown = SHOWN.get(name, lambda s, e: s[-1][CURVES.get(name, "loss")] > 0)
     assert shown(steps_of(tmp_path / "whole"), evaluations_of(tmp_path / "whole"))
     assert_resumes(train, shards, tmp_path, **flags)
-    if name == "early stopping":  # it is at its end
+    if "stop" in name:  # it is at its end
         assert train(shards, tmp_path / "whole", **flags).code == 0 and log_of(tmp_path / "whole") == before
 
 
@@ -122,7 +136,7 @@ def test_a_change_works_and_resumes(name, plain, shards, tmp_path):
         (6, {"strategy": "zero3"}), (2, {"comm": "late"}),
         (6, {"optimizer": "adam-atan2", "strategy": "zero1", "ema": 0.9})))])
 def test_a_block_is_frozen_until_a_step_and_resumes_before_and_after_it(ranks, thaw, flags, shards, tmp_path):
-    trainer = changed("a block frozen until step 1000", shards, tmp_path, thaw)
+    trainer = changed("a block frozen until step 1000", tmp_path, ("step < 1000", f"step < {thaw}"))
     train = partial(trainer.fork if ranks else trainer.train, ranks)
     flags |= {"n_layer": 2, "steps": 12}
     ended(train(shards, tmp_path / "whole", **flags))
@@ -133,10 +147,57 @@ def test_a_block_is_frozen_until_a_step_and_resumes_before_and_after_it(ranks, t
     assert_resumes(train, shards, tmp_path, **flags)
 
 
+@pytest.mark.full
+def test_the_clock_of_rank_0_stops_and_saves(shards, tmp_path):
+    """The other rank's clock goes a billion times faster. Neither changes what is trained."""
+    def run(name, out, *replaced):
+        other = "time.monotonic()", "(time.monotonic() * 10 ** (9 * world.rank))"
+        often = "step % 10", "step % 2"
+        trainer = changed("stop or save by the clock", tmp_path / name, other, often, *replaced)
+        ended(trainer.fork(2, shards, tmp_path / out))
+
+    run("usual", "whole")
+    run("saving", "saved", ("1200", "0"))
+    run("stopping", "stopped", ("8 * 3600", "0"))  # after step 2, with a checkpoint
+    run("usual", "stopped")
+    for out, checkpoints in (("whole", 4), ("saved", 8), ("stopped", 5)):
+        assert_same_run(tmp_path / "whole", tmp_path / out)
+        assert len(list_checkpoints(tmp_path / out)) == checkpoints
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_of_another_architecture_are_taken(strategy, plain, shards, tmp_path):
+    """But not by a run that resumes. What they lack begins as in a new model."""
+    saved = read_checkpoint(list_checkpoints(plain)[0])
+    torch.manual_seed(0)
+    expected = model.GPT2(model.GPT2Config(**saved["model_config"])).state_dict()
+    theirs, file = saved["tensors"]["model"], tmp_path / "theirs.pt"
+    del theirs["positions.weight"]
+    torch.save({name.replace("transformer.blocks", "layers"): theirs[name] for name in theirs}, file)
+    train = partial(changed("weights from another architecture", tmp_path, ("theirs.pt", str(file))).fork, 2,
+                    strategy=strategy, lr=0)
+    ended(train(shards, tmp_path / "whole"))
+    file.unlink()
+    assert_resumes(train, shards, tmp_path)
+    found = tensors_of(tmp_path / "resumed")
+    assert all(torch.equal(found[f"model/{name}"], tensor) for name, tensor in (expected | theirs).items())
+
+
+def test_checkpoints_are_averaged(plain):
+    code, = guide_blocks("Average checkpoints")
+    exec(code.replace("runs/gpt2-tiny-stdlib-bpe4096", str(plain)), {})
+    files = [plain / "checkpoints" / "average.pt", *list_checkpoints(plain)[:3]]
+    mean, *parts = (read_checkpoint(path)["tensors"]["model"] for path in files)
+    for name, tensor in mean.items():
+        torch.testing.assert_close(3 * tensor, sum(part[name] for part in parts))
+    ended(Trainer("train_gpt2.py").here("--resume", files[0], "--eval-only"), "val_loss")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_change_is_killed_on_two_processes(name, shards, tmp_path):
-    changed(name, shards, tmp_path).check_killed_run(tmp_path, 2, shards, batch=2, steps=40)
+    changed(name, tmp_path, ("< 2.0", "< 1")).check_killed_run(tmp_path, 2, shards, batch=2, steps=40)
 
 
 # ------------------------------------------------------------------------------------------------ LoRA
