@@ -1,11 +1,12 @@
 """Checks a cluster before a long run, and measures its network. Ends with OK, or with an error.
 
-    torchrun --nproc_per_node=8 test_ddp.py                                          # on one machine
-    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096                   # on each of several
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py    # without torchrun
+    torchrun --nproc_per_node=8 test_ddp.py                                        # on one machine
+    cluster/ddp_launch.sh test_ddp.py --data shards/stdlib-bpe4096                 # on each machine
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python test_ddp.py  # no torchrun
 
-First all ranks compare software, devices and data, because a difference could make a run hang. Then they join
-one process group, check three collectives, and measure how long this network takes for gradients.
+First all ranks compare software, devices and data, because a difference could make a run hang.
+Then they join one process group, check three collectives, and measure how long this network takes
+for gradients.
 """
 
 import hashlib
@@ -179,7 +180,7 @@ def measure_network(world: World, limit: float):
 
 
 def main():
-    parser = ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, usage="%(prog)s [FLAGS]")
     flag = flag_group(parser, "the check")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
     flag("--device", ("auto", "cuda", "cpu"), "auto: a GPU if there is one", "auto")

@@ -1,14 +1,14 @@
 """Train GPT-2 on text in any language, with one process or many.
 
-    torchrun --nproc_per_node=2 train_gpt2.py                             # tiny, Python's own source
-    torchrun --nproc_per_node=8 train_gpt2.py --size gpt2                 # 124 M parameters, FineWeb-Edu
+    torchrun --nproc_per_node=2 train_gpt2.py                     # tiny, Python's own source
+    torchrun --nproc_per_node=8 train_gpt2.py --size gpt2         # 124 M parameters, FineWeb-Edu
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --data wikipedia-es --tokenizer bpe:32000
     torchrun --nproc_per_node=8 train_gpt2.py --size gpt2 --init-from hf:gpt2 --data 'text:*.txt'
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
-    python train_gpt2.py --prompt "def main("               # continue a text with the newest checkpoint
-    python train_gpt2.py --export                           # convert that checkpoint for transformers
+    python train_gpt2.py --prompt "def main("       # continue a text with the newest checkpoint
+    python train_gpt2.py --export                   # convert that checkpoint for transformers
 
 Five PCs with one small GPU each can train on 160 sequences of 1024 tokens per step:
 

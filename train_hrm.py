@@ -1,13 +1,13 @@
 """Train a Hierarchical Reasoning Model for text (arXiv 2605.20613), with one process or many.
 
-    torchrun --nproc_per_node=2 train_hrm.py                 # tiny, Python's own source: minutes on a laptop
-    torchrun --nproc_per_node=8 train_hrm.py --size 1b       # eight GPUs, FineWeb-Edu
+    torchrun --nproc_per_node=2 train_hrm.py            # tiny, Python's own source
+    torchrun --nproc_per_node=8 train_hrm.py --size 1b  # eight GPUs, FineWeb-Edu
     torchrun --nproc_per_node=2 train_hrm.py --data 'text:books/*.txt' --tokenizer bpe:4096
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
-    python train_hrm.py --prompt "def main("                 # continue a text with the newest checkpoint
-    python train_hrm.py --export                             # convert that checkpoint for transformers
+    python train_hrm.py --prompt "def main("            # continue a text with the newest checkpoint
+    python train_hrm.py --export                        # convert that checkpoint for transformers
 """
 
 import random

@@ -1,17 +1,17 @@
 """Train a masked language model (ModernBERT's architecture), with one process or many.
 
-    torchrun --nproc_per_node=2 train_mlm.py                                # tiny, Python's own source
-    torchrun --nproc_per_node=8 train_mlm.py --size base                    # 22 x 768, FineWeb-Edu
-    python train_mlm.py --list-presets                                      # all presets with their commands
+    torchrun --nproc_per_node=2 train_mlm.py                    # tiny, Python's own source
+    torchrun --nproc_per_node=8 train_mlm.py --size base        # 22 x 768, FineWeb-Edu
+    python train_mlm.py --list-presets                          # all presets with their commands
     torchrun --nproc_per_node=8 train_mlm.py --preset h200_8gpu_standard --data imdb
 
 Run the same command again and it resumes where it stopped. Without torchrun it runs as one process:
 
-    python train_mlm.py --fill "import [MASK] as np"                        # the five likeliest tokens
-    python train_mlm.py --export                                            # convert for transformers
+    python train_mlm.py --fill "import [MASK] as np"            # the five likeliest tokens
+    python train_mlm.py --export                                # convert for transformers
 
-Attention does not cross document boundaries. Training masks --mask-rate of the tokens, different ones in each
-epoch. Evaluation always masks the same 15 %.
+Attention does not cross document boundaries. Training masks --mask-rate of the tokens, different
+ones in each epoch. Evaluation always masks the same 15 %.
 """
 
 import sys

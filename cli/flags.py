@@ -47,6 +47,7 @@ def make_parser(description: str, config_class: type, sizes: dict[str, dict], pr
     """The parser of a trainer: --size or --preset, the flags of its model, and those that all share."""
     keys = dict.fromkeys(itertools.chain(*sizes.values()))
     parser = ArgumentParser(description=description, usage="%(prog)s [FLAGS]")
+    keys.pop("checkpoint_activations", None)  # its name is too wide; --help-all says this default
     parser.epilog = table_of_sizes(keys, config_class, sizes)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--size", choices=sizes, help="model and recipe: a column of the table below (tiny)")
@@ -104,8 +105,8 @@ def add_training_flags(parser: ArgumentParser):
     flag("--checkpoint-activations", ("auto", "none", "selective", "block"), "recompute activations to save "
          "memory (exact): block saves the most, selective is faster\nblock keeps only the input of each "
          "block, selective also matrix products. Compiled on GPUs, selective rounds some sums differently. "
-         "auto: on GPUs the fastest that fits, which a resumed run keeps; on CPUs none (large sizes of the "
-         "HRM: another one).", "auto")
+         "auto: on GPUs the fastest that fits, which a resumed run keeps; on CPUs none (the HRM's 350m: "
+         "selective, its 1b: block).", "auto")
     flag("--strategy", STRATEGIES, "what to shard across processes, to save memory\n"
          "zero1: optimizer state; zero2: also gradients; zero3: also parameters; zero3-offload: the same, in "
          "host memory. A run can resume with any of them.", "ddp")
@@ -120,11 +121,12 @@ def add_training_flags(parser: ArgumentParser):
          "A run that is there is resumed or used. It keeps its own flags, except those that you give.")
     flag("--log-every", positive_int, "steps between log lines", 10)
     flag("--eval-every", positive_int, "steps between evaluations")
-    flag("--eval-batches", nonnegative_int, "batches per validation set, of the table's global_batch; 0: all")
+    flag("--eval-batches", nonnegative_int, "batches to evaluate of each validation set; 0: all\n"
+         "Such a batch has as many sequences as the table's global_batch.")
     flag("--save-every", positive_int, "steps between checkpoints")
     flag("--keep-last", positive_int, "checkpoints to keep, besides the best", 3)
-    flag("--resume", expanded, "auto: the newest checkpoint in --out; none: start over; or the path of a "
-         "checkpoint or run\nnone needs an --out without checkpoints.", "auto")
+    flag("--resume", expanded, "auto: the newest checkpoint in --out; none: a new run; or the path of a "
+         "checkpoint or run\nA new run needs an --out without checkpoints.", "auto")
     flag("--init-from", expanded, "start from the weights of hf:DIR_OR_ID, a checkpoint or a run directory\n"
          "Then the defaults are 3 epochs, 32 sequences per step, a learning rate of 3e-5 and no warm-up.")
     flag("--wandb", BooleanOptionalAction, "also log to Weights & Biases (pip install wandb)\n"

@@ -29,6 +29,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text, width):
         lines = text.splitlines() if self.full else [text.partition("\n")[0]]
+        width = min(width, 76)  # 100 with the flags
         return [row for line in lines for row in textwrap.wrap(line, width, break_on_hyphens=False)]
 
 
@@ -229,11 +230,11 @@ def hint_for(word: str, known: dict) -> str:
 
 
 def table_of_sizes(keys, config_class: type, sizes: dict[str, dict]) -> str:
-    """The sizes as columns, filled up with the defaults of the model."""
+    """The sizes as columns, filled up with the defaults of the model. At most 100 characters wide."""
     table = [["--size", *sizes]]
     for key in keys:
-        default = getattr(config_class, key, "")
+        default = "data's" if key == "vocab_size" else getattr(config_class, key, "")
         table.append([key, *(str(row.get(key, default)) for row in sizes.values())])
     widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    lines = ["  " + " ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     return "\n".join(["defaults of each size:", *lines])

@@ -1,18 +1,17 @@
 """Watches a machine, and draws the log of a run.
 
-    python monitor.py                                    # CPU, RAM, disk, network and GPUs, every 4 seconds
-    python monitor.py --once --json                      # one reading, for a script
-    python monitor.py runs/hrm-tiny-stdlib-bpe4096       # a summary of the run, and its curves as a PNG
-    python monitor.py runs/one runs/two                  # a line for each: loss, speed, efficiency
-    watch -n 4 python monitor.py runs/one                # every 4 seconds, in a remote terminal
-    tensorboard --logdir runs                            # compares runs
+    python monitor.py                               # CPU, RAM, disk, network, GPUs, every 4 seconds
+    python monitor.py --once --json                 # one reading, for a script
+    python monitor.py runs/hrm-tiny-stdlib-bpe4096  # a summary of the run, and its curves as a PNG
+    python monitor.py runs/one runs/two             # a line for each: loss, speed, efficiency
+    watch -n 4 python monitor.py runs/one           # every 4 seconds, in a remote terminal
+    tensorboard --logdir runs                       # compares runs
 
-A trainer's RunLog writes to the run directory: train.log has all printed text, metrics.jsonl a JSON object
-for each logged step and each evaluation, and history.json the same data as lists. If matplotlib and
-tensorboard are installed, it also draws the curves as a picture and logs them for TensorBoard. Each logged
-step has one line and one point in each curve, even after a kill. GB and MB are 2^30 and 2^20 bytes, as in
-nvidia-smi, htop and torch's messages. Only functions for trainers import torch, so the commands start at
-once.
+A trainer's RunLog writes to the run directory: train.log has all printed text, metrics.jsonl a
+JSON object for each logged step and each evaluation, and history.json the same data as lists. If
+matplotlib and tensorboard are installed, it also draws the curves as a picture and logs them for
+TensorBoard. Each logged step has one line and one point in each curve, even after a kill. GB and
+MB are 2^30 and 2^20 bytes, as in nvidia-smi, htop and torch's messages.
 """
 
 import json

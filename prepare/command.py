@@ -124,7 +124,7 @@ def main():
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
                       (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
-        p = commands.add_parser(run.__name__, help=text)
+        p = commands.add_parser(run.__name__, help=text, usage="%(prog)s [FLAGS] directory")
         p.add_argument("directory", type=local_path)
         p.set_defaults(run=run)
         if run is not verify:

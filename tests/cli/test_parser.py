@@ -116,3 +116,17 @@ def test_the_help_has_the_usual_flags_and_all_of_the_model(module, capsys, monke
     assert "--out" in few and "--schedule" in full.keys() - few.keys()
     for name, text in few.items():  # the first line of what --help-all has
         assert " ".join(full[name].split()).startswith(" ".join(text.split()))
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+@pytest.mark.parametrize("call, command", [
+    *((module.parse_args, "") for module in TRAINERS), (monitor_command.main, ""), (test_ddp.main, ""),
+    *((prepare_command.main, name) for name in ("", "prepare", "info", "verify", "peek"))])
+def test_no_line_of_help_is_wider_than_100(call, command, flag, capsys, monkeypatch):
+    """However wide the terminal is. A size's vocabulary is the data's, unless its row sets one."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["x.py", *command.split(), flag])
+    with pytest.raises(SystemExit):
+        call()
+    text = capsys.readouterr().out
+    assert 0 < max(map(len, text.splitlines())) <= 100 and "50257" not in text
