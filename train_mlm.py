@@ -14,7 +14,7 @@ Attention does not cross document boundaries. Training masks --mask-rate of the 
 ones in each epoch. Evaluation always masks the same 15 %.
 """
 
-import sys
+import os
 
 import data
 import ddp_utils as ddp
@@ -50,21 +50,22 @@ SIZES = {
     "large": dict(n_layer=28, n_head=16, d_model=1024, ff=2624, global_batch=1024, batch=32, lr=5e-4,
                   warmup=1000, steps=20000, eval_every=500, save_every=500, eval_batches=10, **WEB),
 }
-# --preset: number of GPUs, hours on that many H200s (predicted by bench/cost.py), use case, --size, changes
-# to that size. The narrow models are for quick trials.
+# --preset: number of GPUs, minutes on that many H200s, use case, --size, changes to that size. The minutes
+# are predicted by bench/cost.py; for --data imdb it was told 6.7 M training tokens, an estimate. The narrow
+# models are for quick trials.
 NARROW = dict(n_layer=4, n_head=4, d_model=8, ff=32, epochs=5)
 PRESETS = {
     "h200_8gpu_fast": (8, "<1", "does everything work?", "tiny", NARROW | dict(global_batch=512, epochs=3)),
     "h200_8gpu_standard": (8, "<1", "a first look at a data set", "tiny", NARROW | dict(
         n_layer=6, n_head=8, d_model=16, ff=64, global_batch=256)),
-    "h200_8gpu_quality": (8, "<1", "the best of the narrow ones", "tiny", NARROW | dict(
+    "h200_8gpu_quality": (8, "2", "the best of the narrow ones", "tiny", NARROW | dict(
         n_layer=8, n_head=12, d_model=24, ff=96, global_batch=128, epochs=10)),
-    "4gpu_standard": (4, "<1", "a first look on four GPUs", "tiny", NARROW | dict(global_batch=128)),
-    "2gpu_standard": (2, "<1", "a first look on two GPUs", "tiny", NARROW | dict(global_batch=64)),
-    "1gpu_standard": (1, "<1", "a first look on one GPU", "tiny", NARROW | dict(global_batch=16)),
-    "1gpu_17m": (1, "0.2", "a small encoder worth using", "17m", {}),
-    "8gpu_base": (8, "0.5", "ModernBERT-base from scratch", "base", {}),
-    "8gpu_large": (8, "2.9", "ModernBERT-large from scratch", "large", {}),
+    "4gpu_standard": (4, "1", "a first look on four GPUs", "tiny", NARROW | dict(global_batch=128)),
+    "2gpu_standard": (2, "1", "a first look on two GPUs", "tiny", NARROW | dict(global_batch=64)),
+    "1gpu_standard": (1, "4", "a first look on one GPU", "tiny", NARROW | dict(global_batch=16)),
+    "1gpu_17m": (1, "15", "a small encoder worth using", "17m", {}),
+    "8gpu_base": (8, "31", "ModernBERT-base from scratch", "base", {}),
+    "8gpu_large": (8, "172", "ModernBERT-large from scratch", "large", {}),
 }
 RECIPES = SIZES | {name: SIZES[size] | flags for name, (*_, size, flags) in PRESETS.items()}
 EVAL_RATE = 0.15  # fraction of the tokens that evaluations mask
@@ -85,16 +86,18 @@ def list_presets():
     if local_rank() > 0:
         return
     print(f"{'preset':18} {'layers':>6} {'heads':>5} {'width':>5} {'batch':>5} {'length':>9} {'lr':>6} "
-          f"{'hours':>5}  use case")
+          f"{'minutes':>7}  use case")
     commands = []
-    for name, (gpus, hours, use, size, _) in PRESETS.items():
+    for name, (gpus, minutes, use, size, _) in PRESETS.items():
         row = RECIPES[name]
         length = f"{row['epochs']} epochs" if "epochs" in row else f"{row['steps']} st."
         print(f"{name:18} {row['n_layer']:6} {row['n_head']:5} {row['d_model']:5} {row['global_batch']:5} "
-              f"{length:>9} {row['lr']:6g} {hours:>5}  {use}")
+              f"{length:>9} {row['lr']:6g} {minutes:>7}  {use}")
         source = " --data imdb" if size == "tiny" else ""  # larger sizes keep FineWeb-Edu
-        commands.append(f"torchrun --nproc_per_node={gpus} {sys.argv[0]} --preset {name}{source}")
-    print("\nhours: predicted, with one H200 for each process of the command below.\n"
+        trainer = os.path.relpath(__file__)
+        commands.append(f"torchrun --nproc_per_node={gpus} {trainer} --preset {name}{source}")
+    print("\nminutes: predicted, with one H200 for each process of the command below. Preparing the data,\n"
+          "compiling, evaluations and saves come on top.\n"
           "Presets up to width 24 use the learning rate, warm-up and context of --size tiny, which were\n"
           "tuned for width 128. Change them with --lr, --warmup and --seq-len.\n")
     print(*commands, sep="\n")

@@ -2,9 +2,10 @@
 
 import math
 import re
+import sys
 
 import pytest
-from conftest import run
+from conftest import finish, run, start
 from runs import Trainer, ended, evaluations_of
 
 MLM = Trainer("train_mlm.py", ff=48, window=16)
@@ -36,7 +37,9 @@ def test_a_run_can_be_used(tmp_path, shards):
 
 @pytest.mark.full
 def test_presets_are_listed_with_commands_that_work(tmp_path, shards):
-    listed = ended(MLM.here("--list-presets"))
+    """Whatever started Python: here it is -c."""
+    code = "import train_mlm; train_mlm.main(['--list-presets'])"
+    listed = ended(finish(start([sys.executable, "-c", code])))
     commands = re.findall(r"^torchrun --nproc_per_node=\d+ train_mlm.py (--preset \S+)", listed.out, re.M)
     assert len(commands) == 9
     ended(run(0, "train_mlm.py", *commands[0].split(), "--data", shards, "--batch", "64", "--epochs", "1",
