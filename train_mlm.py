@@ -94,8 +94,8 @@ def list_presets():
         print(f"{name:18} {row['n_layer']:6} {row['n_head']:5} {row['d_model']:5} {row['global_batch']:5} "
               f"{length:>9} {row['lr']:6g} {minutes:>7}  {use}")
         source = " --data imdb" if size == "tiny" else ""  # larger sizes keep FineWeb-Edu
-        trainer = os.path.relpath(__file__)
-        commands.append(f"torchrun --nproc_per_node={gpus} {trainer} --preset {name}{source}")
+        commands.append(f"torchrun --nproc_per_node={gpus} {os.path.relpath(__file__)} "
+                        f"--preset {name}{source}")
     print("\nminutes: predicted, with one H200 for each process of the command below. Preparing the data,\n"
           "compiling, evaluations and saves come on top.\n"
           "Presets up to width 24 use the learning rate, warm-up and context of --size tiny, which were\n"

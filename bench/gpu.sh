@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # shellcheck disable=SC2086,SC2046  # variables and functions that give several flags
-# Measures what needs NVIDIA GPUs, in parts. Nothing runs beside a timing:
+# Measures what needs NVIDIA GPUs, in parts. Nothing else runs during a timing:
 #
 #   bench/gpu.sh A [OUT]    335 s: GPT-2 124M and MLM base in turn with peers; the loss.
 #                           Carries .ab/before and .ab/nanogpt.
@@ -10,7 +10,7 @@
 #   bench/gpu.sh D [OUT]    570 s: validation loss over 150 s of GPT-2 124M, by our recipe and by nanoGPT's.
 #                           Carries .ab/text.tar.xz (17 MiB) and .ab/nanogpt.
 #   bench/gpu.sh E [OUT]    570 s: each size that fits one GPU, with its row's micro-batch and half of it:
-#                           tokens/s, whether the loss falls, memory beside --dry-run. Carries nothing.
+#                           tokens/s, whether the loss falls, memory compared with --dry-run. Carries nothing.
 #
 # To prepare, in the root of the repository. If one of these is missing, a part measures the rest and says so:
 #

@@ -64,7 +64,7 @@ class Packer:
         too_long = len(tokens) > self.space
         dropped = None
         if len(tokens) - (self.marker_ids["end"] >= 0) == prompt:
-            dropped = "empty responses"
+            dropped = "responses that are empty or not to be learned"
         elif prompt >= self.row:
             dropped = "too long prompts"
         elif too_long and not self.truncate:

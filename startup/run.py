@@ -343,8 +343,8 @@ def open_run(run: Run):
     usual = run.size_defaults.get("steps") or 0
     if not saved and "warmup" not in run.given and run.steps < usual and args.warmup >= 1:
         of_size, args.warmup = args.warmup, round(args.warmup * run.steps / usual)
-        run.say(f"warm-up takes {args.warmup} of the {run.steps} steps, in proportion to {of_size} of "
-                f"{usual}: --warmup changes it")
+        run.say(f"warm-up takes {args.warmup} steps: this size's {of_size} are for {usual} steps, and this "
+                f"run has {run.steps} (--warmup changes it)")
 
 
 def new_model(run: Run, **config) -> nn.Module:
@@ -472,7 +472,7 @@ def sample(state: TrainState, run: Run, step: int):
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
-    """Saves the last step if the loop hasn't, as after a stop of one's own. Waits for the last checkpoint
+    """Saves the last step if the loop hasn't, as after a trainer's own stop. Waits for the last checkpoint
     and says how the run has ended. All ranks call this.
     """
     world, checkpoints = run.world, run.checkpoints

@@ -391,7 +391,7 @@ def test_only_files_of_a_run_are_deleted(tmp_path, world):
         shutil.copy(directory / first, directory / name)
     (directory / kept[-1]).mkdir()
     assert {path.name for path in list_checkpoints(tmp_path)} == {first, second, *kept[:3]}
-    # of a task of one's own, of steps that were skipped, and what a kill leaves
+    # of a trainer's own loss, of steps that were skipped, and what a kill leaves
     losses = (f"step_00000003_loss{loss}_20261120_143022.pt" for loss in ("-0.5000", "inf", "nan"))
     for name in (*losses, f".tmp-{first}", ".tmp-best.pt"):
         (directory / name).touch()

@@ -403,16 +403,16 @@ class TrainState:
         return states
 
     def _group_values(self) -> dict:
-        """What the optimizers keep in their groups beside what the trainer sets, by group and key."""
+        """What the optimizers keep in their groups besides what the trainer sets, by group and key."""
         of_trainer = {"params", "lr", "weight_decay", "scale", "betas", "fused", "foreach"}
         return {f"{name}/{key}": value for name, group in self.groups.items()
                 for key, value in group.items() if key not in of_trainer}
 
     def non_tensor_values(self, bits: bool = True) -> dict:
-        """What a checkpoint holds of the optimizers beside tensors: values in their state, and those in their
-        groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot hold, and
-        for state that isn't the same on all ranks, except with zero1. Without `bits` only its names are
-        compared: before a checkpoint is restored, parameters and copies of them differ.
+        """What a checkpoint holds of the optimizers besides tensors: values in their state, and those in
+        their groups that they have changed. Every rank calls this. Raises UserError for what JSON cannot
+        hold, and for state that isn't the same on all ranks, except with zero1. Without `bits` only its names
+        are compared: before a checkpoint is restored, parameters and copies of them differ.
         """
         states = self._state()
         values = {name: value for name, value in states.items() if not isinstance(value, Tensor)}

@@ -84,8 +84,8 @@ B = [None if step in (0, 1, 4, 5, 8) else 2.0 ** -(step % 3) for step in range(1
 
 
 def test_each_gradient_moves_the_parameters_a_step_late(world):
-    """Twice as far, but for the half that stood in for it. So it is for what a trainer takes away after the
-    norm is known, as HRM's embedding before it learns: that is of its own step."""
+    """Twice as far, minus the step before, which stood in for it. What a trainer removes after the norm is
+    known, such as the gradient of HRM's embedding before it learns, is missing in its own step."""
     state = state_of(world)
     for step, (a, b) in enumerate(zip(A, B), 1):
         step_with(state, a, b)

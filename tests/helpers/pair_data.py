@@ -14,7 +14,7 @@ START, RESPONSE = 256, 258
 ROLES = {"start": START, "response": RESPONSE, "end": -1}
 MESSAGES = {"prompt_field": "messages", "response_field": "messages"}
 
-# Models of pairs
+# Models that answer
 T = 48
 IDS = {"vocab_size": 262, "padded_vocab": 320, "seq_len": T, **ROLES}
 gpt2, hrm = functools.partial(gpt2, **IDS), functools.partial(hrm, n_layer=1, **IDS)

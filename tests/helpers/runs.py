@@ -126,7 +126,7 @@ class Trainer:
         return self.here(*self.flags(shards, out, **changes))
 
     def here(self, *arguments) -> Finished:
-        """What `python train_….py` does, in this process, but for the picture: drawing it takes a third of
+        """What `python train_….py` does, in this process, without the picture: drawing it takes a third of
         the time. test_picture.py draws, and so do the runs that are started by a command.
         """
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

@@ -32,6 +32,8 @@ from prepare.pipeline import hash64
 from vocab.vocabulary import HRM_TEXT_MARKERS, MASK
 from weights.sampling import first_pair
 
+EMPTY = "responses that are empty or not to be learned"
+
 
 def held_out(prompt: str, fraction: float = 0.1) -> bool:
     return hash64(prompt) < fraction * 2**64
@@ -47,8 +49,8 @@ def sample_of(prompt: int, response: int, end: int = -1) -> np.ndarray:
 
 @pytest.mark.parametrize("end, prompt, response, truncate, result", [
     (-1, 4, 5, False, 9), (-1, 4, 6, False, "too long responses"), (-1, 4, 6, True, 10), (-1, 9, 5, True, 10),
-    (-1, 10, 5, True, "too long prompts"), (-1, 4, 0, True, "empty responses"), (-1, 2, 3, True, 5),
-    (7, 4, 5, False, 10), (7, 4, 6, False, "too long responses"), (7, 4, 0, False, "empty responses")])
+    (-1, 10, 5, True, "too long prompts"), (-1, 4, 0, True, EMPTY), (-1, 2, 3, True, 5),
+    (7, 4, 5, False, 10), (7, 4, 6, False, "too long responses"), (7, 4, 0, False, EMPTY)])
 def test_a_sample_is_kept_cut_or_dropped(end, prompt, response, truncate, result):
     """In rows of 10, of which one token is a start that ends the sample, unless there is an end token."""
     packer, sample = Packer(10, ROLES | {"end": end}, truncate, Counter()), sample_of(prompt, response, end)
@@ -135,7 +137,7 @@ def test_a_tokenizer_with_roles_of_its_own_is_taken_as_it_is(tmp_path):
     source = write(tmp_path / "x.jsonl", rows)
     out = prepare(source, tmp_path / "out", name, row=5, val_split="hash:0.5")
     manifest, roles = data.read_manifest(out), {"start": 32, "response": 33, "end": 34}
-    assert manifest["roles"] == roles and manifest["pairs"]["empty responses"] == 30
+    assert manifest["roles"] == roles and manifest["pairs"][EMPTY] == 30
     row = split_rows(out, "train")[0].tolist()
     assert [row[0], *row[2:]] == [32, 33, 1, 34]
     for loss, first in ("response", 2), ("all", 0):
@@ -257,7 +259,7 @@ def test_conversations_are_read_from_each_source(tmp_path, capsys, form):
     assert "reasoning_content" in capsys.readouterr().out
     manifest = data.read_manifest(out)
     counts = manifest["pairs"]
-    assert (counts["empty responses"], counts["samples"], counts["documents"]) == (60, 120, 60)
+    assert (counts[EMPTY], counts["samples"], counts["documents"]) == (60, 120, 60)
     assert packing.total(manifest["shards"], "documents") == 60
     for split in ("train", "val"):
         wanted = [encoded(*pair) for i in range(60) if held_out(f"{i}?") == (split == "val") for pair in (
