@@ -176,7 +176,8 @@ OTHER_NAMES = """
 --n-layer: depth layers num-hidden-layers h-layers
 --n-head: heads num-attention-heads
 --dropout: attention-dropout
---size: model model-size model-type
+--preset: custom-preset
+--size: model model-size model-type preset custom-preset
 --precision: dtype mixed-precision amp use-amp autocast
 --precision fp16: fp16 half
 --precision bf16: bf16 bfloat16
@@ -203,14 +204,15 @@ OTHER_NAMES = """
 --text-field: text-column dataset-text-field
 --workers: num-proc num-workers preprocessing-num-workers
 data.py prepare: text-field text-column dataset-text-field prompt-field response-field condition-field
-data.py prepare: val-field val-split split-on shard-tokens
+data.py prepare: prepare val-field val-split split-on shard-tokens
 torchrun --nproc_per_node=N: gpus num-gpus n-gpus n-gpu ngpus gpu devices nproc nproc-per-node num-processes
 torchrun --nnodes=N: nnodes nodes num-nodes n-nodes num-machines
 torchrun --node_rank=N: node-rank machine-rank
 torchrun --master_addr=HOST: master-addr main-process-ip
 torchrun --master_port=N: master-port main-process-port port
 torchrun: distributed ddp multi-gpu
-the recipe in docs/changing.md: lora use-lora peft lora-r lora-rank lora-alpha
+torchrun TRAINER.py: script training-script
+the recipe in docs/changing.md: lora use-lora peft lora-r lora-rank lora-alpha use-custom-model custom-model
 : local-rank rank world-size streaming num-workers dataloader-num-workers do-train shuffle flash-attn
 : overwrite-output-dir lr-decay-iters num-samples max-new-tokens pin-memory
 """

@@ -32,7 +32,9 @@ TRAINERS = [train_gpt2, train_hrm, train_mlm]
 HINTS = {"--gpus": "torchrun --nproc_per_node=N", "--batch-size": "--batch or --global-batch",
          "--zebra": None, "--local_rank": "", "--learning_rate": "--lr", "--save-steps": "--save-every",
          "--model": "--size", "--lora": "the recipe in docs/changing.md", "--fp16": "--precision fp16",
-         "--text-field": "data.py prepare", "--step": "--steps", "--min_lr": "--min-lr"}
+         "--text-field": "data.py prepare", "--step": "--steps", "--min_lr": "--min-lr",
+         "--use-custom-model": "the recipe in docs/changing.md", "--prepare": "data.py prepare",
+         "--script": "torchrun TRAINER.py"}
 
 
 def hints(call, *words: str) -> dict:
@@ -47,8 +49,9 @@ def hints(call, *words: str) -> dict:
 def test_each_unknown_flag_has_a_hint(module):
     """Once, and its value none, also where it looks like a flag. That of another trainer is not needed."""
     causal = module is not train_mlm
-    more = {"--max_new_tokens": "--max-new-tokens", "--temp": "--temperature"} if causal else {
-        "--max-new-tokens": "", "--temp": ""}
+    more = {"--max_new_tokens": "--max-new-tokens", "--temp": "--temperature", "--custom-preset": "--size"}
+    if not causal:
+        more = {"--max-new-tokens": "", "--temp": "", "--custom-preset": "--preset"}
     words = [word for name in HINTS | more for word in (f"{name}=1", name, "--zebra is a text")]
     assert hints(module.parse_args, "--steps", "3", *words) == HINTS | more
 
