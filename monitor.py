@@ -121,17 +121,25 @@ def refuse_taken(names: list[str]):
                         "something else: choose another.")
 
 
-def step_line(record: dict, eta: float, sync: str) -> str:
-    """The record of a training step as a line of text. `eta` is in seconds."""
+def step_line(record: dict, eta: float, sync: str, settings: dict) -> str:
+    """The record of a training step as a line of text. `eta` is in seconds. With --epochs the line also says
+    how long an epoch takes at this speed.
+    """
     # these two first, so that a narrow progress bar shows them
     parts = [f"loss {record['loss']:.4f}", f"eta {tqdm.format_interval(eta)}"]
+    if epochs := settings.get("epochs"):
+        tokens = settings["epoch_tokens"]
+        parts.append(f"epoch {record['tokens'] / tokens:.1f}/{epochs:g} "
+                     f"({tqdm.format_interval(tokens / record['tokens_per_sec'])} each)")
     parts += [f"lr {record['lr']:.1e}", f"grad {record['grad_norm']:.2f}"]
     parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
     parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
-    if record["mfu"] is not None:
-        parts.append(f"{record['mfu']:.1%} MFU")
-    if "System/GPU_percent_most" in record:
-        parts.append("GPU {System/GPU_percent_least:.0f}-{System/GPU_percent_most:.0f}%".format_map(record))
+    parts += format_known(record, {"mfu": "{:.1%} MFU"})
+    gpus = "{System/GPU_percent_least:.0f}-{System/GPU_percent_most:.0f}"
+    if "System/GPU_percent_most" not in record:
+        gpus = "{System/GPU_percent:.0f}"
+    with suppress(KeyError):  # no GPU, or it doesn't report it
+        parts.append(f"GPU {gpus}%".format_map(record))
     return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
 
 
@@ -340,7 +348,7 @@ class RunLog:
         record["mfu"] = self.mfu(record)
         self.restart_clock(samples)  # after counting FLOPs, which isn't part of the next steps
         eta = max(run["steps"] - step, 0) * (now - self._began) / (step - self._first_step)
-        self.write(record, step_line(record, eta, sync))
+        self.write(record, step_line(record, eta, sync, run))
 
     def evaluation(self, step: int, samples: int, metrics: dict) -> bool:
         """Records and prints the results of an evaluation. Returns whether it's the best, on all ranks."""

@@ -17,8 +17,8 @@ class EventFile:
     evaluations, saves and the time between two starts.
     """
 
-    def __init__(self, log, epoch_tokens: int):
-        self._epoch_tokens = epoch_tokens
+    def __init__(self, log):
+        self._epoch_tokens = log.settings["epoch_tokens"]
         self._steps = log.settings["steps"]
         self._tokens, self._losses, self._seconds = 0, [], 0.0  # tokens so far, and of this epoch the others
         self._writer = None  # none if nothing can be written

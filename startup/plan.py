@@ -90,7 +90,7 @@ def plan_batch(world_size: int, global_batch: int | None, batch: int | None, gra
 def loggers_of(run, log) -> list:
     """The loggers that get the records of a run, see monitor.RunLog."""
     begin_curves(log.say)
-    loggers = [EventFile(log, run.dataset.train.rows * run.args.seq_len)]
+    loggers = [EventFile(log)]
     if run.args.wandb:
         loggers.append(WandbRun(log, process))
     return [*loggers, History(log)]

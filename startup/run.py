@@ -385,9 +385,10 @@ def metadata(model: nn.Module, run: Run, **settings) -> dict:
     settings: flags, plan, the trainer's constants, and `settings`, such as the precision.
     """
     args, dataset = run.args, run.dataset
-    plan = {"steps": run.steps, "global_batch": run.global_batch, "batch": run.batch,
-            "grad_accum": run.grad_accum, "world_size": run.world.world_size,
-            "threads": torch.get_num_threads(), "trainer": run.trainer.name, "began": run.began}
+    plan = {"steps": run.steps, "epoch_tokens": dataset.train.rows * args.seq_len,
+            "global_batch": run.global_batch, "batch": run.batch, "grad_accum": run.grad_accum,
+            "world_size": run.world.world_size, "threads": torch.get_num_threads(),
+            "trainer": run.trainer.name, "began": run.began}
     shape = flags_of_model(run.model_class.Config, model.config)
     settings = vars(args) | run.constants | shape | plan | settings
     now = {"family": run.model_class.__name__, "model_config": asdict(model.config), "seq_len": args.seq_len,

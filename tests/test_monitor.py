@@ -111,9 +111,12 @@ def test_a_step_is_a_record_and_a_line(tmp_path, monkeypatch, capsys):
     line = capsys.readouterr().out.partition("step ")[2]
     for text in "4/10 ", " 1.5000 ", " 00:12 ", " 1.0e-03 ", "mine 2.5 ", " 8.0% ":
         assert text in line
+    assert "epoch" not in line
+    log.settings |= {"epochs": 3.0, "epoch_tokens": 48}
     now[0] = 5.0
     for step in 5, 6:  # of which one is not logged
         log.step(metrics_of(loss=1.5), step, step + 2, 1.0, lr=1e-3)
+    assert " epoch 1.3/3 (00:03 each) " in capsys.readouterr().out  # 48 tokens at 16 per second
     found = log.records[1:]
     assert [(r["step"], r["skipped"], r["tokens_per_sec"]) for r in found] == [(6, 0, 16.0)]
     for name, value in {"mfu": 1, "val_x": 1, "loss": 1, "mine": [1, 2]}.items():

@@ -50,7 +50,7 @@ def write_records(out: Path, *records: dict) -> None:
 
 def begun(out: Path, step: int = 0, *loggers, active=True, val_tokens=8, **settings) -> monitor.RunLog:
     """The log of a run after `step` steps of one row of 8 tokens. `loggers` are made of it."""
-    settings = {"steps": 10, "seq_len": 8, "log_every": 1, "eval_every": 5} | settings
+    settings = {"steps": 10, "seq_len": 8, "log_every": 1, "eval_every": 5, "epoch_tokens": 400} | settings
     text = monitor.TrainLog("[Rank 0/1]", active)
     text.open(out / "train.log")
     records = monitor.records_until(out, step, text.say)

@@ -80,16 +80,22 @@ def test_the_curves_of_a_machine(monkeypatch):
 
 
 def test_a_log_line_has_the_least_and_the_most_used_gpu():
-    """Of several GPUs, and the largest peak of memory; the other curves are those of each first process."""
+    """Or the use of the only one, and the largest peak of memory; the other curves are those of each first
+    process.
+    """
     def curves(used, host=""):
         return {f"System/RAM_percent{host}": used / 2, f"System/GPU_percent{host}": used}
 
-    assert machine.combined([1.5], [curves(97)]) == {"mem_gb": 1.5} | curves(97)  # it is alone
+    alone = machine.combined([1.5], [curves(97)])
+    assert alone == {"mem_gb": 1.5} | curves(97)
     found = machine.combined([1, 9, 3, 2], [curves(80, "/a"), curves(31, "/a"), curves(98, "/b"),
                                            curves(90, "/b")])
     assert found == {"mem_gb": 9, "System/GPU_percent_least": 31, "System/GPU_percent_most": 98} | curves(
         80, "/a") | curves(98, "/b")
-    assert " 31-98% " in monitor.step_line(record(1) | found, 9.0, "OK")
+    here = machine.combined([1, 9], [curves(80), curves(31)])
+    uses = [re.findall(r"GPU ([\d-]+)%", monitor.step_line(record(1) | numbers, 9.0, "OK", {}))
+            for numbers in (alone, found, here, {})]
+    assert uses == [["97"], ["31-98"], ["31-80"], []]
 
 
 def test_trainers_are_told_from_their_launcher():

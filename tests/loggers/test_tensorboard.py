@@ -17,7 +17,7 @@ def events(log) -> EventFile:
     """An epoch has 400 tokens, a step 100."""
     if (log.out / "tb").exists():
         time.sleep(1 - time.time() % 1)  # names of files have seconds, by which TensorBoard orders them
-    return EventFile(log, 400)
+    return EventFile(log)
 
 
 def curves(out: Path) -> dict[str, list[tuple[int, float]]]:
