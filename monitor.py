@@ -364,14 +364,11 @@ class RunLog:
         if best and len(self.evaluations) > 1:
             parts.append("best so far")
         self.write(record, " | ".join(parts))
-        if "val_perplexity" in metrics:
-            self._warn_of_loss(step, math.log(max(metrics["val_perplexity"], 1e-9)))  # in nats per token
-        return best
-
-    def _warn_of_loss(self, step: int, loss: float):
-        if 10 * step > self.settings["steps"] and not loss <= self.entropy:  # also if it's NaN
+        nats = math.log(max(metrics.get("val_perplexity", 0), 1e-9))  # per token
+        if 10 * step > self.settings["steps"] and not nats <= self.entropy:  # also if it's NaN
             self.say(f"WARNING: after {step} steps the loss is above the unigram entropy {self.entropy:.4f}, "
                      "which a model without context can reach: try a lower --lr or more steps")
+        return best
 
     def write(self, record: dict, line: str):
         """Adds a record to metrics.jsonl and its line to train.log, and passes it to all loggers."""

@@ -76,8 +76,6 @@ def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq
     """Prints a few random rows of a split as text; the same ones each time."""
     if seq_len is None:
         seq_len = packed_row_length(directory) or 128
-    if min(rows, seq_len) < 1:
-        raise UserError("--rows and --seq-len must be 1 or more.")
     dataset = Dataset([directory], seq_len, tokenizer_name)
     splits = splits_of(dataset)
     if split not in splits:
@@ -132,9 +130,9 @@ def main():
                            help="for shards without a manifest")
         if run is peek:
             flag = flag_group(p, "which rows")
-            flag("--rows", int, "how many", 3)
+            flag("--rows", positive_int, "how many", 3)
             flag("--split", str, "train, val, or val_NAME", "train")
-            flag("--seq-len", int, "tokens in a row (default: 128; pairs have their own)")
+            flag("--seq-len", positive_int, "tokens in a row (default: 128; pairs have their own)")
     args = vars(parser.parse_args())
     del args["command"]
     args.pop("run")(**args)

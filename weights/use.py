@@ -165,9 +165,11 @@ def use_on_rank0(model: nn.Module, run: Run):
     if chat:
         print("note: the model sees only the line that you type, not what was said before: to continue a "
               "conversation, give its messages as the lines of one --prompt", file=sys.stderr)
+        with suppress(*PACKAGE_ERRORS):  # not every Python has readline
+            import readline  # noqa: F401, lets `input` edit lines, and take very long ones
     with suppress(EOFError, KeyboardInterrupt):
         while chat:
-            text = typed()
+            text = input("> " if sys.stdin.isatty() else "")
             try:
                 answer(text)
             except UserError as error:  # the prompt is too long
@@ -175,13 +177,6 @@ def use_on_rank0(model: nn.Module, run: Run):
             except KeyboardInterrupt:  # ends the answer; Ctrl-C at the prompt ends the chat
                 print()
             args.seed += 1  # so that asking again gives another text
-
-
-def typed() -> str:
-    """The line that the user types at a prompt."""
-    with suppress(*PACKAGE_ERRORS):  # not every Python has readline
-        import readline  # noqa: F401, lets `input` edit lines, and take very long ones
-    return input("> " if sys.stdin.isatty() else "")
 
 
 def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Callable):
