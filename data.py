@@ -4,7 +4,7 @@
     python data.py prepare --dataset 'text:books/*.txt' --tokenizer bpe:16384
     python data.py prepare --dataset wikipedia-es --tokenizer gpt2 --max-tokens 2B
     python data.py info   shards/stdlib-bpe4096        # what is in it
-    python data.py verify shards/stdlib-bpe4096        # compare all bytes with their checksums
+    python data.py verify shards/stdlib-bpe4096        # compare all bytes with their checksums; also of a run
     python data.py peek   shards/stdlib-bpe4096        # print a few rows as text
 
 prepare/ implements these commands and writes the shards; this file reads them. A shard is a header followed
@@ -632,8 +632,12 @@ FILE_PREFIXES = ("text", "csv", "tsv", "jsonl", "parquet")  # each has a reader 
 
 def main():
     """Runs `python data.py`."""
-    from prepare.command import command  # imports this file again, as the module `data`
-    command()
+    from prepare.command import NotPreparedError, command  # imports this file again, as the module `data`
+    try:
+        command()
+    except NotPreparedError as error:  # to verify a run
+        import ddp_utils  # and torch, for which the other commands don't wait
+        ddp_utils.verify_checkpoints(error.args[0])
 
 
 if __name__ == "__main__":

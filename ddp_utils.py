@@ -558,11 +558,12 @@ def read_checkpoint(path: Path, checked: bool = True) -> dict:
                         raise
                     saved = load()
                 refuse_other_format(path, saved["format"])
+                odd = checked and bit_sums(saved["tensors"]).items() ^ saved.get("sums", {}).items()
                 if broken := checked and file.testzip():
-                    raise ValueError(f"{broken} has a wrong checksum")
-        if checked and bit_sums(saved["tensors"]) != saved.get("sums"):
-            raise UserError(f"{path} was edited or is damaged, because its tensors are not those that were "
-                            'saved: after an edit, set saved["sums"] = ddp_utils.bit_sums(saved["tensors"]) '
+                    raise ValueError(f"{min(odd)[0] if odd else broken} has a wrong checksum")
+        if odd:
+            raise UserError(f"{path} was edited or is damaged, because {min(odd)[0]} is not as it was saved: "
+                            'after an edit, set saved["sums"] = ddp_utils.bit_sums(saved["tensors"]) '
                             "and save it again; otherwise delete it, or restore it from a copy.")
         if CHECKPOINT_NAME.fullmatch(path.name) and step_of(path) != saved["step"]:
             raise ValueError(f"it holds step {saved['step']}")
@@ -671,6 +672,25 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
 
     answer = share(choose)
     return answer | {"tensors": saved["tensors"]} if saved else answer
+
+
+def verify_checkpoints(where: Path):
+    """Checks every byte of a checkpoint, or of all in a run directory, and prints what each holds. Raises
+    UserError if there is none, or after all of them if any is damaged.
+    """
+    paths = sorted(filter(Path.is_file, {where, *list_checkpoints(where), where / "checkpoints/best.pt"}))
+    if not paths:
+        raise UserError(f"{where} is no prepared directory (it has no manifest.json), no run with a "
+                        "checkpoint and no file.")
+    damaged = ""
+    for path in paths:
+        try:
+            saved = read_checkpoint(path)
+            say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, sound")
+        except RunError as error:
+            damaged += f"\n{path}: {error}"
+    if damaged:
+        raise UserError(f"damaged, or no checkpoint:{damaged}")
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):

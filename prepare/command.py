@@ -35,13 +35,17 @@ def parse_val_split(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not hash:F or tail:F with a fraction F such as 0.01")
 
 
+class NotPreparedError(UserError):
+    """Its argument, a path, is no prepared directory."""
+
+
 def verify(directory: Path):
     """Compares the checksums of the tokenizer and of all shards with the manifest. Raises UserError if one
-    differs.
+    differs, and NotPreparedError without a manifest.
     """
     manifest = read_manifest(directory)
     if not manifest:
-        raise UserError(f"{directory} has no manifest.json, so there is nothing to compare with.")
+        raise NotPreparedError(directory)
     read_tokenizer(directory, manifest)
     for shard in manifest["shards"]:
         path = directory / shard["file"]
@@ -121,7 +125,8 @@ def main():
     flag("--long", ("truncate", "drop"), "what to do with a response that is too long (default: truncate)")
     p.set_defaults(run=prepare)
     for run, text in ((info, "what a prepared directory holds"),
-                      (verify, "compare every byte with its checksum"), (peek, "print a few rows as text")):
+                      (verify, "compare each byte of prepared data, a run or a checkpoint with its checksum"),
+                      (peek, "print a few rows as text")):
         p = commands.add_parser(run.__name__, help=text, usage="%(prog)s [FLAGS] directory")
         p.add_argument("directory", type=local_path)
         p.set_defaults(run=run)

@@ -27,6 +27,7 @@ from processes import fork
 from runs import assert_same_run, steps_of
 from states import META, flags_of, make, make_state, save, take_step, train_state, world  # noqa: F401
 
+import data
 import ddp_utils
 import startup.run
 import train_gpt2
@@ -325,6 +326,38 @@ def test_what_is_damaged(tmp_path, world):
     assert not (tmp_path / "owned").exists()
     path.write_bytes(content)
     assert read_checkpoint(path)["step"] == 1
+
+
+def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch, capsys):
+    """In one checkpoint, or after the others of a run. What is neither is refused."""
+    def verify(path) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["data.py", "verify", str(path)])
+        data.main()
+        return re.findall(r"(\w+)_loss\S+: step (\d), loss \d\.\d{4}, sound", capsys.readouterr().out)
+
+    state = make_state(world)
+    save(tmp_path, world, state, (1, 2))
+    newest, path = list_checkpoints(tmp_path)
+    shutil.copy(newest, path.with_name("best.pt"))
+    assert verify(tmp_path) == [("step_00000001", "1"), ("step_00000002", "2")]
+    assert verify(path) == [("step_00000001", "1")]
+    content = bytearray(path.read_bytes())
+    content[content.index(state.model.embed.weight.detach().numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    for where, others in (tmp_path, 2), (path, 0):
+        with pytest.raises(UserError, match=f"{path.name}: .* model/embed.weight "):
+            verify(where)
+        assert capsys.readouterr().out.count(", sound") == others  # best.pt is one of them
+    saved = torch.load(newest, weights_only=True)
+    saved["tensors"]["model"]["embed.weight"] += 1
+    torch.save(saved, newest)
+    with pytest.raises(UserError, match=r"embed\.weight"):  # it was edited
+        verify(newest)
+    (tmp_path / "text").write_text("no checkpoint")
+    for other in "text", "nowhere", ".":
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        with pytest.raises(UserError, match=(tmp_path / other).name):
+            verify(tmp_path / other)
 
 
 def test_the_newest_whole_checkpoint_is_taken(tmp_path, world):
