@@ -86,36 +86,6 @@ def test_a_teacher_that_has_changed_or_does_not_fit_is_named(shards, tmp_path):
     assert refused.code == 2 and "--seq-len" in refused.out, refused.out
 
 
-# x and y (B, 2, T) hold a chosen and a rejected response to each prompt. y is −1 outside of the responses,
-# and `count` is the number of pairs.
-DPO = """
-log_p = [-m(x.flatten(0, 1), y.flatten(0, 1), per_token=True)[0].sum(1) for m in (state.wrapped, reference)]
-chosen, rejected = (log_p[0] - log_p[1]).view(-1, 2).unbind(1)  # (B,) each
-margin = 0.1 * (chosen - rejected)
-objective = -F.logsigmoid(margin).sum()
-sums = {"loss": objective.detach(), "margin": margin.detach().sum()}
-"""
-PAIRS = """made = ddp.generator(args.seed, 0, micro_step)
-x = torch.randint(256, (run.batch, 2, args.seq_len), generator=made)
-y = torch.where(torch.arange(args.seq_len) < 9, -1, x)
-count = len(x)
-labels = ddp.async_sum(count * run.grad_accum, world)"""
-
-
-@pytest.mark.parametrize("ranks, strategy", [(0, "ddp"), pytest.param(2, "zero3", marks=pytest.mark.full)])
-def test_preferences_begin_with_a_margin_of_zero(ranks, strategy, teacher, shards, tmp_path):
-    """On random pairs, in bf16. The loss of the first step is ln 2 exactly."""
-    reference = "reference = load_frozen(model, run, GPT2, args.init_from)"
-    trainer = changed(tmp_path / "train_dpo.py", ("import torch\n" + TOP, "BETAS = "),
-                      (reference, "log, meta, "), (f"={PAIRS}\n{DPO}", "objective, sums = "))
-    flags = {"precision": "bf16", "lr": 1e-3, "warmup": 1, "steps": 3, "n_layer": None}
-    done = ranks_of(trainer, ranks)(shards, tmp_path / "run", init_from=teacher, strategy=strategy, **flags)
-    assert done.code == 0, done.out
-    first, *_, last = steps_of(tmp_path / "run")
-    assert first["margin"] == 0 and first["loss"] == pytest.approx(0.6931472, abs=1e-7)
-    assert last["margin"] > 0 and last["loss"] < first["loss"]
-
-
 def test_the_losses_of_tokens_sum_to_the_objective():
     """Also their gradients and the other sums, where each token chooses its cycles."""
     torch.manual_seed(0)

@@ -62,9 +62,3 @@ def test_a_run_resumes_on_another_number_of_processes(order, shards, tmp_path):
     for i, ranks in enumerate(order, 1):
         ended(TRAINERS["hrm"].fork(ranks, shards, tmp_path / "changing", steps=6 * i, **flags))
     assert_close_runs(tmp_path / "same", tmp_path / "changing")
-
-
-@pytest.mark.long
-def test_twenty_clean_runs_end_with_exit_code_0(shards, tmp_path):
-    train = TRAINERS["hrm"].train
-    assert [train(2, shards, tmp_path / f"{i}", steps=3, eval_every=3).code for i in range(20)] == [0] * 20
