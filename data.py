@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm  # comes with datasets
 
 from cli.errors import UserError, joined, names_in, oserror_as_retryable, run_command
 from cli.files import digest_json, read_json, sample_digest, sha256_of
@@ -595,7 +596,8 @@ def validation_batches(shards: Shards, batch: int, world, limit: int | None = No
                        masker: Masker | None = None):
     """Yields this rank's batches of the first `limit` rows (None: all), in order. Batches have the form of
     Loader's and are read ahead. Every rank gets the same number of batches: rows past the last one are filled
-    with labels of −1, which the loss ignores, so each row counts once on any number of ranks.
+    with labels of −1, which the loss ignores, so each row counts once on any number of ranks. Rank 0
+    shows a progress bar.
     """
     import torch
     total = min(shards.rows, limit or shards.rows)
@@ -607,7 +609,9 @@ def validation_batches(shards: Shards, batch: int, world, limit: int | None = No
         arrays[-1][rows >= total] = -1
         return [torch.from_numpy(array.astype(np.int64)) for array in arrays]
 
-    for _, parts in in_order(range(world.rank * batch, -(-total // stride) * stride, stride), 1, read):
+    begins = range(world.rank * batch, -(-total // stride) * stride, stride)
+    for _, parts in tqdm(in_order(begins, 1, read), "evaluation", len(begins), leave=False,
+                         disable=world.rank or None):  # None: it's shown if stderr is a terminal
         yield tuple(to_device(parts, world.device))
 
 

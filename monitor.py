@@ -135,9 +135,8 @@ def step_line(record: dict, eta: float, sync: str, settings: dict) -> str:
     parts += [f"{key} {record[key]:.4g}" for key in own_keys(record) if record[key] is not None]
     parts.append(f"{tqdm.format_sizeof(record['tokens_per_sec'])} tok/s")
     parts += format_known(record, {"mfu": "{:.1%} MFU"})
-    gpus = "{System/GPU_percent_least:.0f}-{System/GPU_percent_most:.0f}"
-    if "System/GPU_percent_most" not in record:
-        gpus = "{System/GPU_percent:.0f}"
+    gpus = ("{System/GPU_percent_least:.0f}-{System/GPU_percent_most:.0f}"
+            if "System/GPU_percent_most" in record else "{System/GPU_percent:.0f}")
     with suppress(KeyError):  # no GPU, or it doesn't report it
         parts.append(f"GPU {gpus}%".format_map(record))
     return " | ".join([*parts, f"{record['mem_gb']:.1f} GB", f"Sync={sync}"])
@@ -202,7 +201,7 @@ class TrainLog:
         self._prefix = prefix
         self._days = {}  # the date of the last entry on the screen and in the file
         self._steps = 0  # steps of the run, see begin
-        self._bar = tqdm(disable=True)  # until `begin`
+        self.bar = tqdm(disable=True)  # until `begin`
         self._lock = threading.Lock()  # the thread that writes checkpoints calls say, too
 
     def open(self, path: Path):
@@ -218,8 +217,8 @@ class TrainLog:
         """Shows a progress bar at `step` of `steps`, if the screen is a terminal."""
         self._steps = steps
         if sys.stdout.isatty() and all(os.get_terminal_size(sys.stdout.fileno())):
-            self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, file=sys.stdout,
-                             bar_format="|{bar:10}| {n_fmt}/{total_fmt} | {desc}")
+            self.bar = tqdm(total=steps, initial=step, dynamic_ncols=True, file=sys.stdout,
+                             bar_format="|{bar:10}| {n_fmt}/{total_fmt}{postfix} | {desc}")
 
     def say(self, text: str, on_screen: bool = True):
         if not self.active:
@@ -229,7 +228,7 @@ class TrainLog:
             with suppress(OSError):  # the terminal may be gone
                 if on_screen:
                     line = self._stamped(text, now, "screen")
-                    say(line) if self._bar.disable else self._bar.write(line)  # as with TQDM_DISABLE
+                    say(line) if self.bar.disable else self.bar.write(line)  # as with TQDM_DISABLE
             with suppress(OSError, UserError):  # a full disk must not stop training
                 self._file.write(self._stamped(text, now, "file") + "\n")
 
@@ -242,18 +241,18 @@ class TrainLog:
 
     def tick(self, step: int):
         """Advances the progress bar."""
-        self._bar.update(step - self._bar.n)
+        self.bar.update(step - self.bar.n)
 
     def write(self, record: dict, line: str):
         """Prints the line of an evaluation. A step's line goes into the progress bar, if there is one."""
         if "loss" not in record:
             return self.say(f"step {record['step']} | {line}")
-        self._bar.set_description_str(line, refresh=False)
+        self.bar.set_description_str(line, refresh=False)
         head = f"{self._prefix} step {record['step']}/{self._steps}"
-        self.say(f"{head} | {line}", on_screen=self._bar.disable)
+        self.say(f"{head} | {line}", on_screen=self.bar.disable)
 
     def close(self):
-        self._bar.close()
+        self.bar.close()
 
 
 class RunLog:

@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None):
             if log.evaluation(step, samples, results):  # the best so far
                 checkpoints.mark_best(step)
             if args.sample_every and len(log.evaluations) % args.sample_every == 0 and not due.done:
-                sample(state, run, step)
+                sample(state, run, step, stop)
         if due.stopping or due.done:
             break
         if due.saving:  # don't count saves and evaluations as training time
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None):
         log.step(metrics, step, samples, grad_norm, lr=lr)
     loader.close()
     if not due.stopping:
-        sample(state, run, step)
+        sample(state, run, step, stop)
     end_run(run, log, stop, step, samples)
 
 

@@ -78,8 +78,7 @@ def info(directory: Path, tokenizer_name: str | None):
 
 def peek(directory: Path, tokenizer_name: str | None, rows: int, split: str, seq_len: int | None):
     """Prints a few random rows of a split as text; the same ones each time."""
-    if seq_len is None:
-        seq_len = packed_row_length(directory) or 128
+    seq_len = seq_len or packed_row_length(directory) or 128
     dataset = Dataset([directory], seq_len, tokenizer_name)
     splits = splits_of(dataset)
     if split not in splits:

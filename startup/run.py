@@ -82,7 +82,7 @@ from weights.init_from import (
     trained_model,
     weights_of,
 )
-from weights.sampling import sample_prompt, write_sample
+from weights.sampling import contradiction, sample_prompt, samples_of
 from weights.use import use_model
 
 
@@ -464,12 +464,30 @@ def is_complete(run: Run, log: monitor.RunLog, step: int) -> bool:
     return complete
 
 
-def sample(state: TrainState, run: Run, step: int):
-    """Logs a text that the model writes, unless its ids aren't text. All ranks call this."""
-    if run.dataset.vocab_size:
+def sample(state: TrainState, run: Run, step: int, stop: StopVote | None = None):
+    """Checks the model (see `contradiction`: three passes over a row) and logs a text that it writes, unless
+    its ids aren't text. With `stop`, a signal cuts the text short. All ranks call this and generate the same,
+    because parameters may be sharded, and a model may call collectives.
+    """
+    args, dataset, device = run.args, run.dataset, run.world.device
+    if dataset.vocab_size:
         return
+    prompt, expected = sample_prompt(args, dataset)
+
+    def write() -> str:
+        why_not = contradiction(state.model, device, everywhere=True)
+        return f"(none: {why_not})" if why_not else "".join(samples_of(
+            state.model, dataset.tokenizer, device, prompt, args, vote=stop.vote if stop else int)[0])
+
+    run.text.bar.set_postfix_str("writing a sample")
     with state.averaged_weights():
-        write_sample(state.model, run, step, run_and_wait)
+        text = run_and_wait(write)
+    run.text.bar.set_postfix_str("")
+    if dataset.marker_ids["response"] < 0:
+        return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
+    if expected:
+        text += f"\nresponse in the data:\n{expected}"
+    run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")
 
 
 def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: int):
@@ -477,7 +495,7 @@ def end_run(run: Run, log: monitor.RunLog, stop: StopVote, step: int, samples: i
     and says how the run has ended. All ranks call this.
     """
     world, checkpoints = run.world, run.checkpoints
-    stopping = stop.agreed
+    stopping = not all_done(run, log, step) and stop.agreed  # a signal in the last sample changes nothing
     memory = max(all_gather(memory_gb(world.device)))
     stop.read()  # leaves no vote under way; a signal after the last step changes nothing
     if step > 0 and step != checkpoints.saved_step:

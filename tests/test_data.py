@@ -1,9 +1,11 @@
 """data.py: shards, the order of samples, batches, validation, several directories."""
 
+import io
 import itertools
 import math
 import re
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -242,6 +244,15 @@ def test_validation_counts_every_row_once_on_any_number_of_ranks(dataset, limit)
         counts = (y >= 0).all(1)
         assert x.dtype == y.dtype == torch.int64 and (y[~counts] == -1).all()
         assert sorted(torch.cat([x, y], 1)[counts].tolist()) == expected, (world_size, batch)
+
+
+@pytest.mark.parametrize("rank, terminal, shown", [(0, True, True), (1, True, False), (0, False, False)])
+def test_rank_0_shows_the_progress_of_an_evaluation(dataset, monkeypatch, rank, terminal, shown):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert [*data.validation_batches(dataset.val[""], 4, place(rank, 2))]
+    assert ("0/83" in screen.getvalue()) == shown == bool(screen.getvalue())
 
 
 # -----------------------------------------------------------------------------------------------------------

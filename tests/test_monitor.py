@@ -211,10 +211,11 @@ def test_a_terminal_with_a_size_gets_a_bar(tmp_path, monkeypatch, capsys):
     for size in (80, 0), (120, 24):
         monkeypatch.setattr(os, "get_terminal_size", lambda fd=1, size=size: os.terminal_size(size))
         log = begun(tmp_path)
-        assert log._text._bar.disable == (size[1] == 0)
+        assert log._text.bar.disable == (size[1] == 0)
     log._text.tick(10)
+    log._text.bar.set_postfix_str("a sample")
     log.close()
-    assert "10/10" in "".join(drawn) and not capsys.readouterr().err
+    assert "10/10, a sample |" in "".join(drawn) and not capsys.readouterr().err
 
 
 def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "write", gone)
         log.say("one")
-        log._text._bar = SimpleNamespace(write=gone, disable=False)
+        log._text.bar = SimpleNamespace(write=gone, disable=False)
         log.say("two")
     assert [line.split()[-1] for line in (tmp_path / "train.log").read_text().splitlines()] == ["one", "two"]
 
@@ -234,7 +235,7 @@ def test_each_entry_has_the_time_and_the_first_of_a_day_the_date(tmp_path, monke
     """On the screen and in the file, though the screen does not show each line. A table follows its title."""
     screen = []
     log = begun(tmp_path)
-    log._text._bar = SimpleNamespace(write=screen.append, disable=False,
+    log._text.bar = SimpleNamespace(write=screen.append, disable=False,
                                      set_description_str=lambda *_, **__: None)
     for now, text in (("2026-12-31 23:59:58", "one"), ("2026-12-31 23:59:59", "a plan\n  rows  1"),
                       ("2027-01-01 00:00:00", None), ("2027-01-01 00:00:01", "two")):

@@ -184,12 +184,14 @@ def generate(model, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, 
         model.train(training)
 
 
-def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = False, num_samples: int = 1):
+def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = False, num_samples: int = 1,
+               vote=int):
     """Returns `num_samples` texts, each as an iterator of its pieces, that continue a prompt, which may be
     empty, or answer it if the model was trained on pairs. With `stop`, a text ends where the document ends,
     and a note on stderr says if an answer is cut. `sampling` has these flags of a trainer: temperature,
     top_k, seed, condition, max_new_tokens and optionally top_p. Without max_new_tokens, texts have up to 200
-    tokens; answers with `stop` may fill the context. Raises UserError before it generates anything.
+    tokens; answers with `stop` may fill the context. Without `stop`, all ids are generated at once, until
+    vote() returns something. Raises UserError before it generates anything.
     """
     c = model.config
     if num_samples > 1 and sampling.temperature == 0:
@@ -213,7 +215,7 @@ def samples_of(model, tokenizer, device, prompt: str, sampling, stop: bool = Fal
     steps = generate(model, torch.tensor([ids], device=device), most, sampling.temperature, sampling.top_k,
                      sampling.seed, top_p=getattr(sampling, "top_p", 1.0), num_samples=num_samples)
     if not stop:  # in training, all ranks generate the same number of ids
-        steps = list(steps)
+        steps = [*itertools.takewhile(lambda _: not vote(), steps)]
 
     def through_the_end(steps, row):
         for new in steps:
@@ -293,24 +295,3 @@ def sample_prompt(args, dataset) -> tuple[str, str]:
         if tokens >= args.seq_len:
             raise UserError(f"--sample-prompt has {tokens} tokens, but a row has {args.seq_len}: shorten it.")
     return prompt, expected
-
-
-def write_sample(model, run, step: int, run_and_wait):
-    """Checks the model (see `contradiction`: three passes over a row) and logs a sample of it after `step`
-    steps. All ranks call this and generate the same, because parameters may be sharded, and a model may call
-    collectives. `run_and_wait` is the function of ddp_utils.
-    """
-    args, dataset, world = run.args, run.dataset, run.world
-    prompt, expected = sample_prompt(args, dataset)
-
-    def write() -> str:
-        why_not = contradiction(model, world.device, everywhere=True)
-        return f"(none: {why_not})" if why_not else "".join(
-            samples_of(model, dataset.tokenizer, world.device, prompt, args)[0])
-
-    text = run_and_wait(write)
-    if dataset.marker_ids["response"] < 0:
-        return run.say(f"a sample after step {step}:\n{prompt}{text}\n")
-    if expected:
-        text += f"\nresponse in the data:\n{expected}"
-    run.say(f"a sample after step {step}:\nprompt:\n{prompt}\nresponse:\n{text}\n")

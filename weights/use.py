@@ -183,6 +183,7 @@ def export(model: nn.Module, path: Path, tokenizer, write: Callable, load: Calla
     """Writes an export next to `path`, compares it with the model, and only then moves it to `path`. If
     something is wrong, an earlier export stays. Raises UserError.
     """
+    say(f"writing {path}, then comparing it with the model", file=sys.stderr)
     temporary = path.with_name(f".tmp-{path.stem}")
     new = temporary / path.name
     shutil.rmtree(temporary, ignore_errors=True)  # left over from an export that was killed

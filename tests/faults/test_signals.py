@@ -241,6 +241,17 @@ def test_an_evaluation_is_cut_off_and_done_again(tmp_path, shards, number):
     assert_same_run(out, tmp_path / "whole")
 
 
+@pytest.mark.parametrize("ranks", in_full(0, [2]))
+def test_a_signal_cuts_the_last_sample_short(tmp_path, shards, ranks):
+    """All is done and saved by then, so the run is complete, and nothing is left to resume."""
+    slow = Slow(tmp_path / "begun", "weights.sampling.sample_ids", 0.5)  # 100 s in all
+    group = train(shards, tmp_path / "run", slow, ranks=ranks, steps=2, max_new_tokens=200)
+    wait_for((tmp_path / "begun").exists)
+    group.send(SIGINT)
+    done = group.finish(20)
+    assert not any(group.codes) and "training complete: 2 steps" in done.out, done.out
+
+
 def test_another_ctrl_c_ends_a_run_at_once(tmp_path, shards):
     """Twice at once counts once, because torchrun passes on what the terminal sends as well."""
     begun = tmp_path / "begun"
