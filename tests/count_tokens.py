@@ -32,7 +32,7 @@ BOUNDS = {
     "cli/": 3_945,
     "together": 85_148,
     "lines of ddp_utils.py": 1_109,
-    "tests/": 145_600,  # not in "together"
+    "tests/": 146_000,  # not in "together"
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)
