@@ -9,10 +9,6 @@ Run the same command again and it resumes where it stopped. Without torchrun it 
 
     python train_gpt2.py --prompt "def main("       # continue a text with the newest checkpoint
     python train_gpt2.py --export                   # convert that checkpoint for transformers
-
-Five PCs with one small GPU each can train on 160 sequences of 1024 tokens per step:
-
-    torchrun --nnodes=5 … train_gpt2.py --size gpt2 --precision fp16 --batch 1 --global-batch 160
 """
 
 import data

@@ -92,7 +92,7 @@ def add_training_flags(parser: ArgumentParser):
     flag("--lr", bounded(0), "peak learning rate")
     flag("--schedule", ("cosine", "wsd", "constant"), "wsd: constant, then falling (--decay)", "cosine")
     flag("--min-lr", fraction, "last learning rate of cosine and wsd, as a fraction of --lr", 0.1)
-    flag("--decay", bounded(0.001, 1), "fraction of the steps in which the rate of wsd falls", 0.2)
+    flag("--decay", bounded(0.001, 1), "fraction of the steps after the warm-up in which wsd decays", 0.2)
     flag("--warmup", steps_or_fraction, "steps of linear warm-up, or below 1 a fraction of the run\n"
          "Default: see the table. A run with fewer steps than its size warms up for fewer, too.")
     flag("--weight-decay", bounded(0), "weight decay of matrices", 0.1)
@@ -103,7 +103,7 @@ def add_training_flags(parser: ArgumentParser):
     flag("--precision", ("auto", "fp32", "bf16", "fp16"), "type of activations; parameters stay fp32\n"
          "auto: bf16 where that is faster", "auto")
     flag("--checkpoint-activations", ("auto", "none", "selective", "block"), "recompute activations to save "
-         "memory (exact): block saves the most, selective is faster\nblock keeps only the input of each "
+         "memory: block saves the most, selective is faster\nblock keeps only the input of each "
          "block, selective also matrix products. Compiled on GPUs, selective rounds some sums differently. "
          "auto: on GPUs the fastest that fits, which a resumed run keeps; on CPUs none (the HRM's 350m: "
          "selective, its 1b: block).", "auto")
@@ -117,7 +117,7 @@ def add_training_flags(parser: ArgumentParser):
          "networks\nbf16: gradients of ddp; parameters and gradients of blocks with shards and bf16 "
          "activations. late: int8 gradients, applied one step late; best with --optimizer muon.", "fp32")
     flag = flag_group(parser, "output", USUAL)
-    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA)\n"
+    flag("--out", utf8_path, "directory of the run (default: runs/MODEL-SIZE-DATA-TOKENIZER)\n"
          "A run that is there is resumed or used. It keeps its own flags, except those that you give.")
     flag("--log-every", positive_int, "steps between log lines", 10)
     flag("--eval-every", positive_int, "steps between evaluations")
@@ -141,9 +141,9 @@ def add_rare_flags(parser: ArgumentParser):
     flag = flag_group(parser, "rarely needed", USUAL)
     flag("--compile", BooleanOptionalAction, "compile each block (default: on GPUs)")
     flag("--fast", BooleanOptionalAction, "on GPUs, allow kernels that are faster but not deterministic\n"
-         "The last bits then change after a resume, and in compiled blocks that are recomputed.")
+         "Rounding then differs after a resume, and in compiled blocks that are recomputed.")
     flag("--backend", ("auto", "nccl", "gloo"), "auto: nccl on GPUs", "auto")
-    flag("--timeout", positive_int, "seconds to wait for a lost process", 600)
+    flag("--timeout", positive_int, "seconds that a collective may take", 600)
 
 
 def add_text_flags(parser: ArgumentParser):
