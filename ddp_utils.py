@@ -686,7 +686,9 @@ def verify_checkpoints(where: Path):
     for path in paths:
         try:
             saved = read_checkpoint(path)
-            say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, sound")
+            best = path.with_name("best.pt")
+            say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, "
+                f"{'best, ' * (best.exists() and best.samefile(path))}sound")
         except RunError as error:
             damaged += f"\n{path}: {error}"
     if damaged:

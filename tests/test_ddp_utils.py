@@ -333,21 +333,22 @@ def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch,
     def verify(path) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["data.py", "verify", str(path)])
         data.main()
-        return re.findall(r"(\w+)_loss\S+: step (\d), loss \d\.\d{4}, sound", capsys.readouterr().out)
+        out = capsys.readouterr().out
+        return re.findall(r"(\w+)_loss\S+: step (\d), loss \d\.\d{4}, (best, )?sound", out)
 
     state = make_state(world)
     save(tmp_path, world, state, (1, 2))
     newest, path = list_checkpoints(tmp_path)
-    shutil.copy(newest, path.with_name("best.pt"))
-    assert verify(tmp_path) == [("step_00000001", "1"), ("step_00000002", "2")]
-    assert verify(path) == [("step_00000001", "1")]
+    path.with_name("best.pt").hardlink_to(newest)  # as a run does
+    assert verify(tmp_path) == [("step_00000001", "1", ""), ("step_00000002", "2", "best, ")]
+    assert verify(path) == [("step_00000001", "1", "")]
     content = bytearray(path.read_bytes())
     content[content.index(state.model.embed.weight.detach().numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
     for where, others in (tmp_path, 2), (path, 0):
         with pytest.raises(UserError, match=f"{path.name}: .* model/embed.weight "):
             verify(where)
-        assert capsys.readouterr().out.count(", sound") == others  # best.pt is one of them
+        assert capsys.readouterr().out.count("sound") == others  # best.pt is one of them
     saved = torch.load(newest, weights_only=True)
     saved["tensors"]["model"]["embed.weight"] += 1
     torch.save(saved, newest)
