@@ -600,14 +600,12 @@ def bit_sums(tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:
     return {f"{group}/{name}": int(bit_sum(t)) for group in tensors for name, t in tensors[group].items()}
 
 
-def step_of(path: str | Path) -> int:
-    """The step of a checkpoint, from its name, or from the content of a best.pt. Raises UserError if that is
-    damaged.
-    """
-    if name := CHECKPOINT_NAME.fullmatch(Path(path).name):
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its name or a best.pt's content. Raises UserError if that is damaged."""
+    if name := CHECKPOINT_NAME.fullmatch(path.name):
         return int(name[1])
     try:
-        return read_checkpoint(Path(path), checked=False)["step"]
+        return read_checkpoint(path, checked=False)["step"]
     except RunError as error:
         raise UserError(f"only {path} is left, and it is damaged ({error}): restore a checkpoint from a "
                         "copy, or give another --out.") from None
@@ -686,9 +684,10 @@ def verify_checkpoints(where: Path):
     for path in paths:
         try:
             saved = read_checkpoint(path)
-            best = path.with_name("best.pt")
-            say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, "
-                f"{'best, ' * (best.exists() and best.samefile(path))}sound")
+            best = ""
+            with suppress(FileNotFoundError):  # there's no best.pt, or a training deleted the checkpoint
+                best = "best, " * path.samefile(path.with_name("best.pt"))
+            say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, {best}sound")
         except RunError as error:
             damaged += f"\n{path}: {error}"
     if damaged:
@@ -783,14 +782,15 @@ class Checkpoints:
             return saved
         if resume == "none":
             raise UserError(f"{directory} holds checkpoints: leave out --resume none, or give another --out.")
-        if resume != "auto" and on_rank0(step_of, newest) > saved["step"]:
+        if resume != "auto" and on_rank0(step_of, Path(newest)) > saved["step"]:
             raise UserError(f"{directory} has a later checkpoint ({newest}) than {resume}: give another "
                             "--out to branch off, or delete the later ones to go back.")
-        if resume == "auto" and not (saved and newest in (saved["path"], *saved["damaged"])):
-            saved = load_checkpoint(directory, self.say)
-        if resume == "auto" and Path(newest).name == "best.pt":
-            self.say(f"only best.pt is left (step {saved['step']} of {saved['settings']['steps']}): going on "
-                     "from it; for a new run give another --out")
+        if resume == "auto":
+            if not (saved and newest in (saved["path"], *saved["damaged"])):
+                saved = load_checkpoint(directory, self.say)
+            if Path(newest).name == "best.pt":
+                self.say(f"only best.pt is left (step {saved['step']} of {saved['settings']['steps']}): "
+                         "going on from it; for a new run give another --out")
         if self.world.is_rank0:
             for damaged in saved["damaged"]:
                 os.rename(damaged, f"{damaged}.damaged")

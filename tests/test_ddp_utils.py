@@ -343,6 +343,9 @@ def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch,
     assert verify(tmp_path) == [("step_00000001", "1", ""), ("step_00000002", "2", "best, ")]
     assert verify(path) == [("step_00000001", "1", "")]
     content = bytearray(path.read_bytes())
+    with monkeypatch.context() as patch:  # a training deletes it meanwhile
+        patch.setattr(ddp_utils, "read_checkpoint", lambda at: (read_checkpoint(at), at.unlink())[0])
+        assert verify(path) == [("step_00000001", "1", "")]
     content[content.index(state.model.embed.weight.detach().numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
     for where, others in (tmp_path, 2), (path, 0):
