@@ -674,7 +674,7 @@ def load_checkpoint(where: str | Path, say, checked: bool = True, or_best: bool 
 
 def verify_checkpoints(where: Path):
     """Checks every byte of a checkpoint, or of all in a run directory, and prints what each holds. Raises
-    UserError if there is none, or after all of them if any is damaged.
+    UserError if there is none, or after all of them if any is damaged, edited or unreadable.
     """
     paths = sorted(filter(Path.is_file, {where, *list_checkpoints(where), where / "checkpoints/best.pt"}))
     if not paths:
@@ -688,10 +688,12 @@ def verify_checkpoints(where: Path):
             with suppress(FileNotFoundError):  # there's no best.pt, or a training deleted the checkpoint
                 best = "best, " * path.samefile(path.with_name("best.pt"))
             say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, {best}sound")
+        except UserError as error:  # names the path; a training may have deleted it
+            damaged += f"\n{error}" * path.exists()
         except RunError as error:
             damaged += f"\n{path}: {error}"
     if damaged:
-        raise UserError(f"damaged, or no checkpoint:{damaged}")
+        raise UserError(f"not sound:{damaged}")
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):

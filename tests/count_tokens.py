@@ -21,7 +21,7 @@ BOUNDS = {
     "weights/": 12_067,
     "training/": 5_380,
     "test_ddp.py": 1_514,
-    "ddp_utils.py": 6_418,
+    "ddp_utils.py": 6_431,
     "loggers/ + monitor.py": 7_004,
     "prepare/": 10_658,
     "model.py": 7_952,
@@ -31,8 +31,8 @@ BOUNDS = {
     "ops/": 3_287,
     "cli/": 3_945,
     "together": 85_148,
-    "lines of ddp_utils.py": 1_109,
-    "tests/": 146_000,  # not in "together"
+    "lines of ddp_utils.py": 1_110,
+    "tests/": 146_036,  # not in "together"
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)

@@ -343,9 +343,12 @@ def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch,
     assert verify(tmp_path) == [("step_00000001", "1", ""), ("step_00000002", "2", "best, ")]
     assert verify(path) == [("step_00000001", "1", "")]
     content = bytearray(path.read_bytes())
-    with monkeypatch.context() as patch:  # a training deletes it meanwhile
+    with monkeypatch.context() as patch:  # a training deletes it after or before it is read
         patch.setattr(ddp_utils, "read_checkpoint", lambda at: (read_checkpoint(at), at.unlink())[0])
         assert verify(path) == [("step_00000001", "1", "")]
+        path.write_bytes(content)
+        patch.setattr(ddp_utils, "read_checkpoint", lambda at: (at.unlink(), read_checkpoint(at)))
+        assert verify(path) == []
     content[content.index(state.model.embed.weight.detach().numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
     for where, others in (tmp_path, 2), (path, 0):
@@ -355,8 +358,8 @@ def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch,
     saved = torch.load(newest, weights_only=True)
     saved["tensors"]["model"]["embed.weight"] += 1
     torch.save(saved, newest)
-    with pytest.raises(UserError, match=r"embed\.weight"):  # it was edited
-        verify(newest)
+    with pytest.raises(UserError, match=rf"{path.name}: (.*\n)+.*{newest.name} .*embed\.weight"):  # edited
+        verify(tmp_path)
     (tmp_path / "text").write_text("no checkpoint")
     for other in "text", "nowhere", ".":
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
