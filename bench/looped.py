@@ -3,9 +3,10 @@
     python bench/looped.py loop --size puzzle --n-layer 2
     python bench/looped.py share --size puzzle
 
-`loop` has one stack and one state, z = H(z + x) from z = 0, where x is the embedded input: a looped transformer
-(Yang et al., 2023, arXiv 2311.12424). With two blocks it has the parameters and FLOPs of two stacks of one
-block. `share` has both states of the HRM, but calls H where the HRM calls L, so it has half the parameters.
+`loop` has one stack and one state: z = H(z + x), from z = 0, where x is the embedded input. This is a looped
+transformer (Yang et al., 2023, arXiv 2311.12424). With two blocks it has the parameters and FLOPs of two
+stacks of one block. `share` has both states of the HRM, but calls H where the HRM calls L, so it has half the
+blocks.
 """
 
 import sys
