@@ -688,12 +688,12 @@ def verify_checkpoints(where: Path):
             with suppress(FileNotFoundError):  # there's no best.pt, or a training deleted the checkpoint
                 best = "best, " * path.samefile(path.with_name("best.pt"))
             say(f"{path}: step {saved['step']}, loss {saved['loss']:.4f}, {best}sound")
-        except UserError as error:  # names the path; a training may have deleted it
-            damaged += f"\n{error}" * path.exists()
+        except UserError as error:  # names the path, which a training may have deleted
+            damaged += f"\n{error}" * (path == where or path.exists())
         except RunError as error:
             damaged += f"\n{path}: {error}"
     if damaged:
-        raise UserError(f"not sound:{damaged}")
+        raise UserError(f"not verified:{damaged}")
 
 
 def assert_same_parameters(model: nn.Module, saved: dict):

@@ -21,7 +21,7 @@ BOUNDS = {
     "weights/": 12_067,
     "training/": 5_380,
     "test_ddp.py": 1_514,
-    "ddp_utils.py": 6_431,
+    "ddp_utils.py": 6_437,
     "loggers/ + monitor.py": 7_004,
     "prepare/": 10_658,
     "model.py": 7_952,
@@ -32,7 +32,7 @@ BOUNDS = {
     "cli/": 3_945,
     "together": 85_148,
     "lines of ddp_utils.py": 1_110,
-    "tests/": 146_036,  # not in "together"
+    "tests/": 146_074,  # not in "together"
 }
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER)

@@ -346,9 +346,13 @@ def test_verify_names_the_tensor_that_is_not_sound(tmp_path, world, monkeypatch,
     with monkeypatch.context() as patch:  # a training deletes it after or before it is read
         patch.setattr(ddp_utils, "read_checkpoint", lambda at: (read_checkpoint(at), at.unlink())[0])
         assert verify(path) == [("step_00000001", "1", "")]
+        patch.setattr(ddp_utils, "read_checkpoint",
+                      lambda at: (at == path and at.unlink(), read_checkpoint(at))[1])
         path.write_bytes(content)
-        patch.setattr(ddp_utils, "read_checkpoint", lambda at: (at.unlink(), read_checkpoint(at)))
-        assert verify(path) == []
+        with pytest.raises(UserError, match=path.name):
+            verify(path)
+        path.write_bytes(content)
+        assert verify(tmp_path) == [("step_00000002", "2", "best, ")]
     content[content.index(state.model.embed.weight.detach().numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
     for where, others in (tmp_path, 2), (path, 0):

@@ -139,8 +139,8 @@ PROGRAMS = [
     ("learning.py --data @puzzles --settings puzzle --lr=1e-5,1e-2 --seeds=1 --steps=2 --equal=time --flags "
      "'--batch 2 --global-batch 2 --d-model 32 --n-head 2' --out @tmp_path/runs --picture @tmp_path/a.png "
      "--device=cpu", 0, r"^\| puzzle \| [\d,]+ \| [\d.]+ \| 2 \| 1e-2 \(best\) \| [1-9]"),  # CPU seconds
-    *((f"looped.py {model} --n-layer=2 --d-model=32 --data @puzzles --seq-len=256 --batch=1 --global-batch=1 "
-       "--steps=1 --out @tmp_path/run", 0, " of them in 2 blocks$") for model in ("loop", "share")),
+    *((f"looped.py {model} --inject-input --n-layer=2 --d-model=32 --data @puzzles --seq-len=256 --batch=1 "
+       "--global-batch=1 --steps=1 --out @tmp_path/run", 0, " in 2 blocks$") for model in ("loop", "share")),
     ("nanogpt.py @nanogpt @text --iterations=1 --steps=1", 0,
      r"^\| nanoGPT, 1 iterations \| \d+ \| 3.500 \|\n\| train_gpt2.py, 1 steps \| \d+ \| [456].\d{3} \|$"),
     ("nanogpt.py @tmp_path @text", 1, "^error: .*git clone"),
