@@ -53,7 +53,7 @@ class Looped(Shared):
 MODELS = {"loop": Looped, "share": Shared}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [] or sys.argv[1] not in MODELS:
+    if len(sys.argv) < 2 or sys.argv[1] not in MODELS:
         sys.exit(f"error: give one of {', '.join(MODELS)} first, then the flags of train_hrm.py.")
     train_hrm.HRM = MODELS[sys.argv.pop(1)]
     train_hrm.__file__ = __file__  # a run keeps a copy of this file
